@@ -1,0 +1,77 @@
+"""Data parallel: every rank takes its share of the batch; parameters and states are replicated or sharded at rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.fx as fx
+
+from spmd.errors import PlacementError
+from spmd.graph.step import Input, Output, Role, StepGraph
+from spmd.modes.base import ParallelMode
+from spmd.sharding.constraints import Constraints
+from spmd.sharding.layout import Layout, R, shard, state_shard
+
+
+class DataParallelStyle(str, Enum):
+    """Where parameters and optimizer states lie between steps."""
+
+    REPLICATE = "replicate"  # whole on every rank: gradients are all-reduced (DDP)
+    FULLY_SHARD = "fully_shard"  # split over the ranks, gathered for use: gradients are reduce-scattered (FSDP, ZeRO-3)
+
+
+@dataclass(frozen=True)
+class DataParallelMode(ParallelMode):
+    """Split the batch over the ranks.
+
+    parallel_style: "replicate" or "fully_shard", see DataParallelStyle.
+    input_batch_dim, replicated_inputs: see ParallelMode.
+
+    Example:
+        @spmd.compile(parallel_mode=DataParallelMode("fully_shard"))
+        def train_step(model, optim, x, y): ...
+    """
+
+    parallel_style: DataParallelStyle | str = DataParallelStyle.FULLY_SHARD
+    input_batch_dim: int = 0
+    replicated_inputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        styles = [s.value for s in DataParallelStyle]
+        if self.parallel_style not in styles:
+            raise PlacementError(f"parallel_style={self.parallel_style!r} is unknown; it's one of {styles}")
+        object.__setattr__(self, "parallel_style", DataParallelStyle(self.parallel_style))
+        object.__setattr__(self, "replicated_inputs", tuple(self.replicated_inputs))
+
+    def constraints(self, step: StepGraph, world: int) -> Constraints:
+        values = [ph.meta["val"] for ph in step.placeholders]
+        stored = {spec.name: self.at_rest(spec, val, world) for spec, val in zip(step.inputs, values, strict=True) if spec.role is Role.PARAMETER}
+        inputs = tuple(self.place(spec, val, stored, world) for spec, val in zip(step.inputs, values, strict=True))
+        outputs = tuple(self.result(out, x, inputs, stored, world) for out, x in zip(step.outputs, step.results, strict=True))
+        return Constraints(inputs, outputs, gradients=stored)
+
+    def place(self, spec: Input, val: object, parameters: dict[str, Layout], world: int) -> Layout | None:
+        if not isinstance(val, torch.Tensor):
+            return None
+        if spec.role is Role.USER:
+            return R if spec.batch_dim is None else shard(spec.batch_dim, val.shape[spec.batch_dim])
+        if spec.role is Role.GRADIENT:
+            return parameters[spec.owner]
+        return self.at_rest(spec, val, world)
+
+    def at_rest(self, spec: Input, val: torch.Tensor, world: int) -> Layout:
+        """Sharded on the first dim that has a row for each rank; buffers and what a parameter's shape doesn't explain stay whole."""
+        if self.parallel_style is DataParallelStyle.REPLICATE or spec.role is Role.BUFFER:
+            return R
+        return state_shard(val.shape, world)
+
+    def result(self, out: Output, x: object, inputs: tuple[Layout | None, ...], parameters: dict[str, Layout], world: int) -> Layout | None:
+        if out.updates is not None:
+            return inputs[out.updates]
+        if out.role is Role.GRADIENT or out.grad_of:
+            return parameters[out.grad_of or out.name.removesuffix(".grad")]
+        if out.role is Role.STATE and isinstance(x, fx.Node):  # made by this very step
+            return self.at_rest(Input(Role.STATE, out.name), x.meta["val"], world)
+        return None

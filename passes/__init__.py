@@ -1,0 +1,1 @@
+"""Graph passes: rewrites of one rank's program. Imported as `spmd.passes`."""

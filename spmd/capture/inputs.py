@@ -1,0 +1,186 @@
+"""Lists the inputs of the step graph: every tensor and number that is read anew at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmd._torch import DTensor
+from spmd.capture.arguments import Arguments
+from spmd.capture.objects import Objects, successor
+from spmd.capture.result import Slot
+from spmd.errors import Offence, StateError
+from spmd.graph.step import Input, Role
+
+
+@dataclass
+class Entry:
+    """One input: its description, the live value, and what stands for it while tracing."""
+
+    input: Input
+    slot: Slot
+    value: Any
+    traced: Any = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.value, torch.Tensor)
+
+
+class ItemView(MutableMapping[str, Any]):
+    """One element of a tuple that lies in a dict, as `view[key]`: `param_groups[0]["betas"][0]`."""
+
+    def __init__(self, owner: MutableMapping[str, Any], key: str, index: int) -> None:
+        self.owner, self.key, self.index = owner, key, index
+
+    def __getitem__(self, _: str) -> Any:
+        return self.owner[self.key][self.index]
+
+    def __setitem__(self, _: str, value: Any) -> None:
+        items = list(self.owner[self.key])
+        items[self.index] = value
+        self.owner[self.key] = tuple(items)
+
+    def __delitem__(self, _: str) -> None:
+        raise TypeError("an element of a hyper-parameter can't be deleted")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.key,))
+
+    def __len__(self) -> int:
+        return 1
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def list_inputs(objects: Objects, arguments: Arguments, dims: dict[int, int], lifted: frozenset[str]) -> list[Entry]:
+    """All inputs, in the order of roles: parameters, buffers, states, gradients, hyper-parameters, arguments."""
+    entries = [_entry(Input(t.role, t.name, t.root), t.tensor) for t in objects.tensors.values()]
+    entries.sort(key=lambda e: e.input.role is not Role.PARAMETER)
+    entries += _states(objects)
+    entries += [
+        _entry(Input(Role.GRADIENT, f"{p.name}.grad", p.root, p.name), p.tensor.grad) for p in objects.parameters() if p.tensor.grad is not None
+    ]
+    entries += _hypers(objects, lifted)
+    entries += _scalars(objects, lifted)
+    entries += _arguments(objects, arguments, dims, lifted)
+    return entries
+
+
+def _entry(input: Input, tensor: torch.Tensor) -> Entry:
+    return Entry(input, Slot(input, tensor), tensor)
+
+
+def _states(objects: Objects) -> Iterator[Entry]:
+    for root, optimizer in objects.optimizers.items():
+        for parameter, state in optimizer.state.items():
+            named = objects.tensors.get(id(successor(parameter))) if isinstance(parameter, torch.Tensor) else None
+            if named is None:
+                continue  # check_state has refused what matters
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield _entry(Input(Role.STATE, f"{named.name}.{key}", root, named.name, key), value)
+
+
+def _hypers(objects: Objects, lifted: frozenset[str]) -> Iterator[Entry]:
+    for root, optimizer in objects.optimizers.items():
+        for i, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                name = f"{root}.param_groups[{i}].{key}"
+                wanted = key == "lr" or name in lifted
+                if isinstance(value, torch.Tensor) or wanted and is_number(value):
+                    yield _hyper(name, root, group, key, value)
+                elif wanted and isinstance(value, tuple):
+                    for j, item in enumerate(value):
+                        if is_number(item):
+                            yield _hyper(f"{name}[{j}]", root, ItemView(group, key, j), key, item)
+
+
+def _hyper(name: str, root: str, container: MutableMapping[str, Any], key: str, value: Any) -> Entry:
+    input = Input(Role.HYPER, name, root)
+    return Entry(input, Slot(input, value if isinstance(value, torch.Tensor) else None, container, key), value)
+
+
+def _scalars(objects: Objects, lifted: frozenset[str]) -> Iterator[Entry]:
+    """Lifted attributes of modules, closure variables and globals."""
+    for fqn, module in objects.submodules():
+        for key, value in vars(module).items():
+            if is_number(value) and (name := f"{fqn}.{key}" if fqn else key) in lifted:
+                yield _hyper(name, fqn, vars(module), key, value)
+    for scope in objects.scopes:
+        for key in scope.keys:
+            if scope_name(scope.title, key) in lifted and is_number(scope.mapping[key]):
+                yield _hyper(scope_name(scope.title, key), "", scope.mapping, key, scope.mapping[key])
+
+
+def scope_name(title: str, key: str) -> str:
+    """Name of a variable outside the step's arguments, as guards and `lifted` use it."""
+    return f"{key} ({title})"
+
+
+def _arguments(objects: Objects, arguments: Arguments, dims: dict[int, int], lifted: frozenset[str]) -> Iterator[Entry]:
+    for i, (path, value) in enumerate(zip(arguments.paths, arguments.leaves, strict=True)):
+        if isinstance(value, torch.Tensor):
+            if id(successor(value)) not in objects.tensors:
+                input = Input(Role.USER, path, batch_dim=None if isinstance(value, DTensor) else dims.get(i))
+                yield Entry(input, Slot(input, leaf=i), value)
+        elif is_number(value) and path in lifted:
+            input = Input(Role.HYPER, path)
+            yield Entry(input, Slot(input, leaf=i), value)
+
+
+def check_state(objects: Objects) -> None:
+    """Refuses state that can't be one coherent model.
+
+    Raises:
+        StateError: an optimizer holds tensors that no module does, tensors overlap in memory, or devices differ.
+    """
+    offences = [*_orphans(objects), *_overlaps(objects), *_devices(objects)]
+    if offences:
+        raise StateError(offences)
+
+
+def _orphans(objects: Objects) -> Iterator[Offence]:
+    for root, optimizer in objects.optimizers.items():
+        for i, group in enumerate(optimizer.param_groups):
+            for j, p in enumerate(group["params"]):
+                if id(successor(p)) not in objects.tensors:
+                    label = f"{root}.param_groups[{i}]['params'][{j}] of shape {tuple(p.shape)}"
+                    yield Offence(
+                        f"{label} belongs to no module that the step reaches",
+                        remedy="build the optimizer from model.parameters() after the model is final, and pass the model to the step",
+                    )
+
+
+def _overlaps(objects: Objects) -> Iterator[Offence]:
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for t in objects.tensors.values():
+        if isinstance(t.tensor, DTensor) or t.tensor.numel() == 0 or t.tensor.is_meta:
+            continue
+        item = t.tensor.element_size()
+        start = t.tensor.storage_offset() * item
+        extent = sum((n - 1) * s for n, s in zip(t.tensor.shape, t.tensor.stride(), strict=True)) * item + item
+        by_storage.setdefault(t.tensor.untyped_storage().data_ptr(), []).append((start, start + extent, t.name))
+    for ranges in by_storage.values():
+        ranges.sort()
+        for (_, end, first), (start, _, second) in zip(ranges, ranges[1:], strict=False):
+            if start < end:
+                yield Offence(
+                    f"{second} shares memory with {first}, but is another tensor",
+                    fqn=second,
+                    remedy="tie tensors by sharing one Parameter (a.weight = b.weight), or clone one of them",
+                )
+
+
+def _devices(objects: Objects) -> Iterator[Offence]:
+    by_device: dict[torch.device, str] = {}
+    for t in objects.tensors.values():
+        by_device.setdefault(t.tensor.device, t.name)
+    if len(by_device) > 1:
+        listing = ", ".join(f"{name} on {device}" for device, name in by_device.items())
+        yield Offence(f"the model's tensors lie on several devices: {listing}", remedy="move the whole model to one device")

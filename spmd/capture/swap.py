@@ -1,0 +1,113 @@
+"""Puts the traced tensors in the place of the user's: in modules and optimizers, and wherever else the step reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from spmd._torch import FakeTensor, FunctionalTensor
+from spmd.capture.gradients import GradientWatch
+from spmd.capture.objects import Objects, successor
+from spmd.errors import CaptureError, Offence
+
+
+@contextmanager
+def swapped_modules(objects: Objects, traced: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Modules hold `traced[id(tensor)]` instead of each tensor inside; ties survive because it goes by identity."""
+    undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for _, module in objects.submodules():
+        for held in (module._parameters, module._buffers):
+            undo.append((held, dict(held)))
+            held.update({k: traced.get(id(t), t) for k, t in held.items() if t is not None})
+        if isinstance(module, nn.RNNBase):  # keeps a second, flat list of its weights
+            undo.append((vars(module), {"_flat_weights": module._flat_weights}))
+            module._flat_weights = [traced.get(id(w), w) if w is not None else None for w in module._flat_weights]
+    try:
+        yield
+    finally:
+        for held, before in reversed(undo):
+            if "_flat_weights" not in before:
+                held.clear()
+            held.update(before)
+
+
+class Substitution(TorchFunctionMode):
+    """Sees every torch call of the step that Python makes.
+
+    Replaces real tensors, which the swap couldn't reach, by traced ones; turns `p.data = x` into a copy; tells `watch` of reads and
+    writes of `.grad`; keeps itself switched on inside backward, so that hooks and custom functions are seen too.
+    """
+
+    def __init__(self, lookup: Callable[[torch.Tensor], torch.Tensor], watch: GradientWatch, known: set[int]) -> None:
+        super().__init__()
+        self.lookup, self.watch, self.known = lookup, watch, known
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(_has_real, args)) or any(map(_has_real, kwargs.values())):
+            args = tuple(self._replace(a) for a in args)
+            kwargs = {k: self._replace(v) for k, v in kwargs.items()}
+        owner = getattr(func, "__self__", None)
+        if owner is torch.Tensor.grad:  # type: ignore[comparison-overlap]
+            return self._grad(func, args)
+        if owner is torch.Tensor.data and func.__name__ == "__set__" and id(args[0]) in self.known:  # type: ignore[comparison-overlap]
+            return _assign_data(*args)
+        if func is torch.Tensor.backward:
+            tensor, rest = args[0], dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False))
+            rest.update(kwargs)
+            gradient = rest.pop("gradient", None)
+            with self:
+                return torch.autograd.backward(tensor, gradient, **{k: v for k, v in rest.items() if v is not None})
+        return func(*args, **kwargs)
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.lookup(value) if _is_real(value) else value
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            items = [self._replace(v) for v in value]
+            return type(value)(items) if type(value) in (list, tuple) else items
+        return value
+
+    def _grad(self, func: Any, args: tuple[Any, ...]) -> Any:
+        result = func(*args)
+        if func.__name__ == "__get__":
+            self.watch.read(args[0])
+        else:
+            self.watch.written(args[0], args[1] if len(args) > 1 else None)
+        return result
+
+
+def _is_real(t: torch.Tensor) -> bool:
+    return not isinstance(t, (FunctionalTensor, FakeTensor))
+
+
+def _has_real(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return _is_real(value)
+    return isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) and _is_real(v) for v in value)
+
+
+def _assign_data(target: torch.Tensor, value: torch.Tensor) -> None:
+    if (target.shape, target.dtype, target.device) != (value.shape, value.dtype, value.device):
+        what = f"`.data` is assigned a tensor of shape {tuple(value.shape)} and {value.dtype}, over {tuple(target.shape)} and {target.dtype}"
+        raise CaptureError(Offence(what, remedy="assign a tensor of the same shape, dtype and device"))
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def lookup_in(traced: dict[int, torch.Tensor], lift: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Real tensor -> traced tensor; one that isn't known yet is lifted to an input."""
+
+    def find(tensor: torch.Tensor) -> torch.Tensor:
+        known = traced.get(id(tensor))
+        if known is None:
+            current = successor(tensor)
+            known = traced[id(tensor)] = traced.get(id(current)) if id(current) in traced else lift(current)  # type: ignore[assignment]
+        return known
+
+    return find

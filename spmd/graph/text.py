@@ -1,0 +1,71 @@
+"""Programs as readable text: one line a node, `name: dtype[shape] layout = op(args)  # source`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from spmd.graph.provenance import source_of
+
+if TYPE_CHECKING:
+    from spmd.graph.local import LocalGraph
+    from spmd.graph.step import StepGraph
+
+SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32", torch.bool: "b8", torch.uint8: "u8"}
+
+
+def program_text(graph: StepGraph | LocalGraph) -> str:
+    """The whole program, inputs first."""
+    lines = []
+    names = [f"{spec.role}: {spec.name}" for spec in getattr(graph, "step", graph).inputs]
+    for i, node in enumerate(graph.graph.nodes):
+        lines.append(node_text(node, names[i] if node.op == "placeholder" and i < len(names) else None))
+    return "\n".join(lines)
+
+
+def node_text(node: fx.Node, comment: str | None = None) -> str:
+    """One line for one node."""
+    if node.op == "output":
+        return f"return {format_arg(node.args[0])}"
+    layouts = node.meta.get("layouts")
+    typed = f"{node.name}: {value_text(node.meta.get('val'))}" + (" " + ",".join(map(str, layouts)) if layouts else "")
+    if node.op == "placeholder":
+        return typed + (f"  # {comment}" if comment else "")
+    args = [format_arg(a) for a in node.args] + [f"{k}={format_arg(v)}" for k, v in node.kwargs.items()]
+    target = str(node.target) if isinstance(node.target, (torch._ops.OpOverload, str)) else getattr(node.target, "__name__", str(node.target))
+    notes = [source.short] if (source := source_of(node)) else []
+    if note := node.meta.get("collective"):
+        notes.append(f"{note.role} {note.fqn or note.value} {note.before}->{note.after}")
+    return f"{typed} = {target}({', '.join(args)})" + (f"  # {'; '.join(notes)}" if notes else "")
+
+
+def value_text(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        return f"{SHORT.get(val.dtype, str(val.dtype).removeprefix('torch.'))}[{','.join(map(str, val.shape))}]"
+    if isinstance(val, (tuple, list)):
+        return f"({', '.join(map(value_text, val))})"
+    return type(val).__name__.removeprefix("Sym").lower()
+
+
+def format_arg(a: Any) -> str:
+    """An argument as text that's the same on every rank: numbers that differ stand as formulas of the rank."""
+    if isinstance(a, fx.Node):
+        return a.name
+    if isinstance(a, (tuple, list)):
+        return f"[{', '.join(map(format_arg, a))}]"
+    return getattr(a, "formula", None) or str(a)
+
+
+def fingerprint_lines(graph: LocalGraph) -> list[str]:
+    """The program of a rank, one line a node, equal on all ranks that run the same program: no local shapes, no group names."""
+    lines = []
+    for node in graph.graph.nodes:
+        args = [format_arg(a) for a in node.args] + [f"{k}={format_arg(v)}" for k, v in node.kwargs.items()]
+        if "collective" in node.meta:
+            note = node.meta["collective"]
+            args = [format_arg(node.args[0]), f"axis {note.axis}", note.role, note.fqn]
+        source = source_of(node)
+        lines.append(f"{node.name} = {node.target}({', '.join(args)})" + (f"  # {source}" if source else ""))
+    return lines

@@ -1,0 +1,374 @@
+"""Rules by category: each function turns one op call into a Rule, or None where nothing but replicated inputs is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from spmd.sharding import emit
+from spmd.sharding.rule import Call, Rule, Shape, ViewRule, labelled
+
+aten = torch.ops.aten
+Linear = tuple[tuple[int, ...], ...]
+NONE: Linear = ()
+
+
+def aligned(shape: Shape, out: Shape) -> list[Hashable]:
+    """Labels of a broadcast operand: the output dims it's aligned with on the right, None where it's stretched."""
+    shift = len(out) - len(shape)
+    return [d + shift if shape[d] == out[d + shift] else None for d in range(len(shape))]
+
+
+def main_output(call: Call) -> Shape:
+    return next((o for o in call.outputs if o is not None), ())
+
+
+def pointwise(call: Call, linear: Linear = NONE, **options: Any) -> Rule:
+    """Each output element depends on the aligned input elements alone."""
+    out = main_output(call)
+    linear = tuple(group for group in linear if max(group) < len(call.inputs))
+    outs = [None if o is None else list(range(len(o))) for o in call.outputs]
+    return labelled([aligned(s, out) for s in call.inputs], outs, linear=linear, **options)
+
+
+def add(call: Call) -> Rule:
+    """Sums are linear in both operands together; adding a number isn't."""
+    return pointwise(call, ((0, 1),) if len(call.inputs) == 2 else NONE)
+
+
+def mul(call: Call) -> Rule:
+    return pointwise(call, ((0,), (1,)))
+
+
+def div(call: Call) -> Rule:
+    return pointwise(call, NONE if call.arg("rounding_mode") else ((0,),))
+
+
+def where(call: Call) -> Rule:
+    return pointwise(call, ((1, 2),) if len(call.inputs) == 3 else NONE)
+
+
+def cast(call: Call) -> Rule:
+    """Upward casts are linear; a partial rounded or truncated on each rank wouldn't add up."""
+    src, dst = call.tensors[0].meta["val"].dtype, call.values[0].dtype
+    exact = src.is_floating_point and dst.is_floating_point and torch.finfo(dst).bits >= torch.finfo(src).bits
+    return pointwise(call, ((0,),) if src == dst or exact else NONE)
+
+
+def like(call: Call) -> Rule:
+    """zeros_like and its kin take only the shape of their input."""
+    dims = list(range(len(call.inputs[0])))
+    return labelled([dims] + [None] * (len(call.inputs) - 1), [dims], shape_only=True)
+
+
+def factory(call: Call) -> Rule:
+    """Built from numbers; built whole, except where every element is the same."""
+    uniform = call.has("size") and not call.has("stride") and call.name != "eye"
+    return labelled([None] * len(call.inputs), [[None] * len(o or ()) for o in call.outputs], sizes="size" if uniform else "")
+
+
+def random(call: Call) -> Rule:
+    """Drawn at the global shape from the common generator, so that the stream is eager's; the ranks keep their parts."""
+    return labelled([[None] * len(s) for s in call.inputs], [[None] * len(o or ()) for o in call.outputs], whole=True)
+
+
+def view(call: Call) -> Rule:
+    sizes = "size" if call.has("size") else "shape" if call.has("shape") else ""
+    n = len(call.inputs[0])
+    return ViewRule((tuple(range(n)),), (tuple(range(len(main_output(call)))),), linear=((0,),), sizes=sizes, view=True, emit=emit.reshape,
+                    source=call.inputs[0], result=main_output(call))
+
+
+def permute(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    order = list(range(n))
+    if call.name == "t":
+        order.reverse()
+    elif call.name == "transpose":
+        a, b = call.dims([call.arg("dim0"), call.arg("dim1")], n) if n else (0, 0)
+        if n:
+            order[a], order[b] = order[b], order[a]
+    else:
+        order = call.dims(call.arg("dims"), n)
+    return labelled([list(range(n))], [order], linear=((0,),), view=True)
+
+
+def expand(call: Call) -> Rule:
+    return pointwise(call, ((0,),), sizes="size")
+
+
+REDUCE = {"sum": "sum", "mean": "sum", "amax": "max", "max": "max", "amin": "min", "min": "min", "any": "max", "all": "min"}
+
+
+def reduction(call: Call) -> Rule | None:
+    """A reduced dim that is split gives a partial; a mean is a sum over the global count."""
+    if len(call.inputs) > 1:
+        return pointwise(call)  # max(x, y)
+    n = len(call.inputs[0])
+    dims = call.dims(call.arg("dim"), n)
+    keep = bool(call.arg("keepdim", False))
+    out = [None if d in dims else d for d in range(n)] if keep else [d for d in range(n) if d not in dims]
+    linear = ((0,),) if call.name in ("sum", "mean") and not narrowing(call) else NONE
+    alone = len(call.outputs) == 1  # max.dim also gives indices: they don't reduce
+    reduce = {d: REDUCE[call.name] for d in dims} if alone else {}
+    emitter = {"mean": emit.mean, "sum": None}.get(call.name, emit.extremum)
+    return labelled([list(range(n))], [out] * len(call.outputs), reduce=reduce, linear=linear, emit=emitter)
+
+
+def narrowing(call: Call) -> bool:
+    """A reduction into a smaller type than its input's would round on each rank."""
+    src, dst = call.tensors[0].meta["val"].dtype, call.values[0].dtype
+    return src.is_floating_point and dst.is_floating_point and torch.finfo(dst).bits < torch.finfo(src).bits
+
+
+def along(call: Call, linear: Linear = NONE, dim: str = "dim") -> Rule | None:
+    """Independent along all dims but the op's own: softmax, cumsum, sort. That dim keeps its place or is dropped."""
+    n = len(call.inputs[0])
+    name = "dims" if call.has("dims") else dim
+    dims = call.dims(call.arg(name), n)
+
+    def labels(shape: Shape | None) -> list[Hashable] | None:
+        if shape is None:
+            return None
+        if len(shape) == n:
+            return [None if d in dims or shape[d] != call.inputs[0][d] else d for d in range(n)]
+        if len(shape) == n - len(dims):
+            return [d for d in range(n) if d not in dims]
+        return [None] * len(shape)
+
+    return labelled([labels(s) for s in call.inputs], [labels(o) for o in call.outputs], linear=linear)
+
+
+def leading(call: Call, count: int, operands: Sequence[int] | None = None, linear: Linear = NONE, **options: Any) -> Rule:
+    """The first `count` dims are independent; inputs outside `operands` (weights) are replicated."""
+    first = call.inputs[0]
+
+    def labels(shape: Shape | None) -> list[Hashable] | None:
+        if shape is None:
+            return None
+        return [d if d < count and d < len(first) and shape[d] == first[d] else None for d in range(len(shape))]
+
+    ins = [labels(s) if operands is None or j in operands else [None] * len(s) for j, s in enumerate(call.inputs)]
+    return labelled(ins, [labels(o) for o in call.outputs], linear=linear, **options)
+
+
+def norm(call: Call) -> Rule:
+    """layer_norm and rms_norm: independent over the dims before the normalised ones."""
+    return leading(call, len(call.inputs[0]) - len(call.arg("normalized_shape")), operands=(0,))
+
+
+def group_norm(call: Call) -> Rule:
+    return leading(call, 1, operands=(0,), emit=emit.group_norm, nonempty=True)
+
+
+def image(call: Call, linear: Linear = NONE) -> Rule:
+    """Pooling and resizing: independent over all but the spatial dims."""
+    spatial = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
+    return leading(call, len(call.inputs[0]) - spatial, linear=linear, nonempty=True, emit=emit.input_size if call.has("input_size") else None)
+
+
+def matrices(call: Call, linear: Linear = NONE) -> Rule:
+    """Batched matrix functions: independent over all but the last two dims."""
+    return leading(call, len(call.inputs[0]) - 2, linear=linear)
+
+
+def attention(call: Call) -> Rule:
+    """Independent over batch, and over heads where queries and keys have as many. A mask counts only where it has all four dims."""
+    if call.arg("dropout_p"):
+        return random(call)
+    first = 1 if call.name.endswith("backward") else 0
+    same_heads = len({s[1] for s in call.inputs[first : first + 3]}) == 1
+    operands = [j for j, s in enumerate(call.inputs) if j < first + 3 or len(s) >= 3]
+    return leading(call, 2 if same_heads else 1, operands=operands, nonempty=True, heavy=True)
+
+
+def einsum(call: Call, equation: str) -> Rule:
+    left, right = equation.split("->")
+    ins = left.split(",")
+    return labelled(ins, [right], reduce=dict.fromkeys(set("".join(ins)) - set(right), "sum"), linear=((0,), (1,)), heavy=True)
+
+
+def addmm(call: Call, equation: str) -> Rule:
+    """Kept whole (two roundings otherwise). Where the contracted dim is split the bias counts once: rank 0 holds it."""
+    left, right = equation.split("->")
+    a, b = left.split(",")
+    out = main_output(call)
+    bias = [None if d is None else right[d] for d in aligned(call.inputs[0], out)]  # type: ignore[call-overload]
+    return labelled([bias, a, b], [right], reduce=dict.fromkeys(set(a) - set(right), "sum"), linear=((0, 1), (0, 2)), base=0, heavy=True)
+
+
+def convolution(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    rest = [None] * (n - 1)
+    ins = [["n", *rest], [None] * n] + [[None]] * (len(call.inputs) - 2)
+    return labelled(ins, [["n", *rest]], linear=((0,), (1,)) if len(call.inputs) == 2 else NONE, heavy=True, nonempty=True)
+
+
+def convolution_backward(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    rest = [None] * (n - 1)
+    outs = [["n", *rest], [None] * n, [None]]
+    kept = [labels if on else None for labels, on in zip(outs, call.arg("output_mask"), strict=True)]
+    return labelled([["n", *rest], ["n", *rest], [None] * n], kept, reduce={"n": "sum"}, linear=((0,),), heavy=True, nonempty=True)
+
+
+def embedding(call: Call) -> Rule:
+    k = len(call.inputs[1])
+    return labelled([[None, "d"], list(range(k))], [[*range(k), "d"]], linear=((0,),))
+
+
+def embedding_backward(call: Call) -> Rule | None:
+    if call.arg("scale_grad_by_freq"):
+        return None  # frequencies are counted over the whole batch
+    k = len(call.inputs[1])
+    return labelled([[*range(k), "d"], list(range(k))], [[None, "d"]], reduce=dict.fromkeys(range(k), "sum"), linear=((0,),))
+
+
+def gather(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    d = call.dims(call.arg("dim"), n)
+    free = [j if j not in d and call.inputs[0][j] == call.inputs[1][j] else None for j in range(n)]
+    index = ["g" if j in d else label for j, label in enumerate(free)]
+    return labelled([free, index], [index], linear=((0,),))
+
+
+def scatter(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    d = call.dims(call.arg("dim"), n)
+    free = [j if j not in d and all(s[j] == call.inputs[0][j] for s in call.inputs) else None for j in range(n)]
+    return labelled([free] * len(call.inputs), [free], linear=((0, 2),) if len(call.inputs) == 3 and call.name == "scatter_add" else NONE)
+
+
+def index_add(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    d = call.dims(call.arg("dim"), n)[0]
+    base = [None if j == d else j for j in range(n)]
+    source = ["i" if j == d else j for j in range(n)]
+    return labelled([base, ["i"], source], [base], reduce={"i": "sum"}, linear=((0, 2),), base=0)
+
+
+def index_select(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    d = call.dims(call.arg("dim"), n)[0]
+    return labelled([[None if j == d else j for j in range(n)], ["i"]], [["i" if j == d else j for j in range(n)]], linear=((0,),))
+
+
+def window(call: Call, linear: Linear = ((0,),)) -> Rule:
+    """Cuts along one dim: slice, split, unfold, diff and their adjoints. A cut that keeps the whole dim may be split."""
+    n = len(call.inputs[0])
+    d = call.dims(call.arg("dim" if call.has("dim") else "dimension", 0), n)[0]
+    out = main_output(call)
+    whole = call.name in ("slice", "slice_backward") and out[d] == call.inputs[0][d]
+    labels = [None if j == d and not whole else j for j in range(n)]
+    outs = [None if o is None else labels + [None] * (len(o) - n) for o in call.outputs]
+    return labelled([labels] * len(call.inputs), outs, linear=linear, sizes="input_sizes" if call.has("input_sizes") else "")
+
+
+def select(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    d = call.dims(call.arg("dim", 0), n)[0]
+    return labelled([[None if j == d else j for j in range(n)]], [[j for j in range(n) if j != d]] * len(call.outputs), linear=((0,),))
+
+
+def select_adjoint(call: Call) -> Rule:
+    """select_backward and select_scatter: one slice of `dim` written."""
+    out = main_output(call)
+    d = call.dims(call.arg("dim", 0), len(out))[0]
+    full = [None if j == d else j for j in range(len(out))]
+    thin = [j for j in range(len(out)) if j != d]
+    if call.name == "select_backward":
+        return labelled([thin], [full], linear=((0,),), sizes="input_sizes")
+    return labelled([full, thin], [full], linear=((0, 1),))
+
+
+def cat(call: Call) -> Rule:
+    out = main_output(call)
+    n = len(out)
+    d = call.dims(call.arg("dim", 0), n)[0]
+    labels = [None if j == d else j for j in range(n)]
+    ins = [labels if len(s) == n else [None] * len(s) for s in call.inputs]  # a legacy empty (0,) operand has no say
+    return labelled(ins, [labels], linear=(tuple(range(len(ins))),))
+
+
+def stack(call: Call) -> Rule:
+    n = len(main_output(call))
+    d = call.dims(call.arg("dim", 0), n)[0]
+    labels = list(range(n - 1))
+    return labelled([labels] * len(call.inputs), [[*labels[:d], None, *labels[d:]]], linear=(tuple(range(len(call.inputs))),))
+
+
+def pad(call: Call) -> Rule:
+    n, amounts = len(call.inputs[0]), call.arg("pad")
+    cut = [d for d in range(n) if any(amounts[2 * (n - 1 - d) : 2 * (n - 1 - d) + 2])]
+    labels = [None if d in cut else d for d in range(n)]
+    return labelled([labels], [labels], linear=NONE if call.arg("value") else ((0,),))
+
+
+def repeat(call: Call) -> Rule:
+    times, n = call.arg("repeats"), len(call.inputs[0])
+    shift = len(times) - n
+    ins = [d + shift if times[d + shift] == 1 else None for d in range(n)]
+    outs = [d if d >= shift and times[d] == 1 else None for d in range(len(times))]
+    return labelled([ins], [outs], linear=((0,),))
+
+
+def fused_adam(call: Call) -> Rule:
+    """One parameter's update: elementwise over parameter, gradient and moments; the step counter is a scalar."""
+    like = call.inputs[0]
+    return labelled([list(range(len(s))) if s == like else [None] * len(s) for s in call.inputs], [list(range(len(like))) for _ in call.outputs])
+
+
+def index(call: Call) -> Rule | None:
+    """Advanced indexing: unindexed dims are free; split index positions give a split output."""
+    plan = index_plan(call)
+    if plan is None:
+        return None
+    base, positions, out = plan
+    return labelled([base, *positions], [out], linear=((0,),))
+
+
+def index_put(call: Call) -> Rule | None:
+    """A split contribution that accumulates gives a partial whose base rank 0 holds."""
+    plan = index_plan(call)
+    if plan is None:
+        return None
+    base, positions, out = plan
+    values = call.inputs[-1]
+    shift = len(out) - len(values)
+    size = index_result(call)
+    labels = [out[d + shift] if values[d] == size[d + shift] else None for d in range(len(values))]
+    accumulate = bool(call.arg("accumulate"))
+    broadcast = {label for d, label in enumerate(out) if isinstance(label, str)}
+    if not accumulate:
+        positions = [[None] * len(p) for p in positions]
+        labels = [None if isinstance(x, str) else x for x in labels]
+    return labelled([base, *positions, labels], [base], reduce=dict.fromkeys(broadcast, "sum") if accumulate else {},
+                    linear=((0, len(call.inputs) - 1),) if accumulate else NONE, base=0 if accumulate else None)
+
+
+def index_plan(call: Call) -> tuple[list[Hashable], list[list[Hashable]], list[Hashable]] | None:
+    n = len(call.inputs[0])
+    indices = list(call.arg("indices")) + [None] * (n - len(call.arg("indices")))
+    used = [j for j, x in enumerate(indices) if x is not None]
+    if any(indices[j].meta["val"].dtype in (torch.bool, torch.uint8) for j in used):
+        return None
+    shapes = [tuple(indices[j].meta["val"].shape) for j in used]
+    common = torch.broadcast_shapes(*shapes)
+    names: list[Hashable] = [f"i{j}" for j in range(len(common))]
+    base: list[Hashable] = [None if j in used else j for j in range(n)]
+    positions = [[None if label is None else names[label] for label in aligned(s, common)] for s in shapes]  # type: ignore[call-overload]
+    if used == list(range(used[0], used[-1] + 1)):
+        out = [*base[: used[0]], *names, *base[used[-1] + 1 :]]
+    else:
+        out = [*names, *(x for j, x in enumerate(base) if j not in used)]
+    return base, positions, out
+
+
+def index_result(call: Call) -> Shape:
+    """Shape of x[indices]."""
+    plan = index_plan(call)
+    assert plan is not None
+    common = torch.broadcast_shapes(*(s for s in call.inputs[1:-1]))
+    return tuple(common[int(str(x)[1:])] if isinstance(x, str) else call.inputs[0][x] for x in plan[2])  # type: ignore[index]

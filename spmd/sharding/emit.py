@@ -1,0 +1,74 @@
+"""Local programs of the few ops that a rank doesn't run as they stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from spmd.sharding.layout import Layout, Partial, RankInt, Sharded
+from spmd.sharding.rule import Call, has_empty
+
+if TYPE_CHECKING:
+    from spmd.sharding.build import Build
+
+aten = torch.ops.aten
+
+
+def reshape(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+    """A view of the local part: by the local output shape, since a dim of the batch may be 1 here and not there."""
+    if call.name == "unsqueeze":
+        return build.op(call.target, *args, **kwargs)
+    return build.view(args[0], build.local(call.outputs[0] or (), outs[0]))
+
+
+def mean(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+    """A sum over the global count where a reduced dim is split."""
+    if not (isinstance(outs[0], Partial) and isinstance(wants[0], Sharded)):
+        return build.op(call.target, *args, **kwargs)
+    dims = call.dims(call.arg("dim"), len(call.inputs[0]))
+    total = build.op(aten.sum.dim_IntList, args[0], dims, bool(call.arg("keepdim", False)), dtype=call.arg("dtype"))
+    return build.op(aten.div.Scalar, total, math.prod(call.inputs[0][d] for d in dims))
+
+
+def extremum(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+    """max, min, any, all: a rank with an empty shard contributes the identity, appended on every rank alike."""
+    s = wants[0]
+    if isinstance(outs[0], Partial) and isinstance(s, Sharded) and has_empty(s, build.world):
+        dtype = call.tensors[0].meta["val"].dtype
+        shape = list(build.val(args[0]).shape)
+        shape[s.dim] = 1
+        row = build.op(aten.full.default, shape, identity(outs[0].op, dtype), dtype=dtype, device=build.val(args[0]).device)
+        args = [build.op(aten.cat.default, [args[0], row], s.dim), *args[1:]]
+    return build.op(call.target, *args, **kwargs)
+
+
+def identity(op: str, dtype: torch.dtype) -> float | int | bool:
+    """The value that changes nothing under max or min."""
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
+
+
+def group_norm(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+    """The batch size is an argument of its own."""
+    args[call.position("N")] = build.local(call.inputs[0], wants[0])[0]
+    return build.op(call.target, *args, **kwargs)
+
+
+def input_size(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+    """Adjoints of resizing repeat the shape of what they yield."""
+    args[call.position("input_size")] = list(build.local(call.outputs[0] or (), outs[0]))
+    return build.op(call.target, *args, **kwargs)
+
+
+def first_only(build: Build, x: fx.Node, rank: int) -> fx.Node:
+    """`x` on rank 0, zeros elsewhere: what makes a replicated tensor a partial sum."""
+    val = build.val(x)
+    others = build.op(aten.full.default, [], RankInt(int(rank > 0), "rank>0"), dtype=torch.bool, device=val.device)
+    return build.op(aten.masked_fill.Scalar, x, others, 0)

@@ -1,0 +1,288 @@
+"""Partition: the step graph and a plan become the local graph of one rank.
+
+Redistributions are inserted once per value and target, at their first use; a gradient is reduced where it appears. Stored tensors are written
+back by `copy_` as soon as nothing reads their old value any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from spmd._torch import FakeTensorMode
+from spmd.graph.local import Collective, LocalGraph, settle
+from spmd.graph.provenance import source_of
+from spmd.graph.step import STORED, Output, Role, StepGraph
+from spmd.sharding.build import Build, is_number, sample
+from spmd.sharding.layout import Layout, Partial, Replicated, Sharded, padded_shape
+from spmd.sharding.propagate import Choice, Plan, accumulates
+from spmd.sharding.redistribute import Wire, redistribute
+from spmd.sharding.rule import Shape
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The mesh axis to partition over, as this rank sees it."""
+
+    world: int
+    rank: int
+    group: str = ""  # name of the process group; unused where world is 1
+
+
+def partition(step: StepGraph, plan: Plan, axis: Axis) -> LocalGraph:
+    """Write this rank's program. `step` is at a concrete batch; `plan` covers its only axis."""
+    return Partition(step, plan, axis).run()
+
+
+class Partition:
+    def __init__(self, step: StepGraph, plan: Plan, axis: Axis) -> None:
+        self.step, self.plan, self.axis = step, plan, axis
+        self.build = Build(FakeTensorMode(), axis.world, axis.rank)
+        self.env: dict[tuple[fx.Node, Layout | None], fx.Node] = {}  # local nodes by step node and layout
+        self.stored: list[fx.Node] = []  # the real part of each stored input, in the order of the inputs that are stored
+        self.padded: dict[fx.Node, fx.Node] = {}  # step placeholder -> its padded buffer
+        self.owner = {ph: spec for ph, spec in zip(step.placeholders, step.inputs, strict=True)}
+        self.reader: fx.Node | None = None
+
+    def run(self) -> LocalGraph:
+        for ph, spec in self.owner.items():
+            self.placeholder(ph, spec.role in STORED)
+        if self.axis.world > 1:
+            self.build.graph.placeholder("settle").meta["val"] = None
+        for ph in self.owner:
+            self.cut(ph)
+        for node in self.step.graph.nodes:
+            if node.op == "call_function":
+                self.reader = node
+                self.expand(node)
+            elif node.op == "get_attr":
+                self.env[node, self.layout(node)] = self.constant(node)
+        outputs = self.finish()
+        module = fx.GraphModule(self.constants(), self.build.graph)
+        graph = LocalGraph(module, self.step, tuple(self.layers(ph) for ph in self.owner), outputs, (self.axis.world,), (self.axis.rank,), list(self.plan.fallbacks))
+        place_settle(graph)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        return graph
+
+    # ---------------------------------------------------------------------------------------------- inputs
+
+    def placeholder(self, ph: fx.Node, stored: bool) -> None:
+        node = self.build.graph.placeholder(ph.target)
+        val, layout = ph.meta["val"], self.layout(ph)
+        if not isinstance(val, torch.Tensor):
+            node.meta["val"] = sample(val)
+        else:
+            shape = padded_shape(val.shape, layout, self.axis.world) if stored else self.build.local(val.shape, layout)
+            node.meta["val"] = self.fake(val, shape)
+        node.meta["layouts"] = (layout,)
+        self.env[ph, layout] = node
+        if stored:
+            self.padded[ph] = node
+
+    def cut(self, ph: fx.Node) -> None:
+        """The real part of a padded buffer."""
+        layout, node = self.layout(ph), self.env[ph, self.layout(ph)]
+        if ph in self.padded and isinstance(layout, Sharded):
+            length = self.build.local(ph.meta["val"].shape, layout)[layout.dim]
+            self.env[ph, layout] = self.build.narrow(node, layout.dim, 0, length)
+
+    def fake(self, val: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """A local fake of `shape` with the dim order of `val`."""
+        order = sorted(range(val.dim()), key=lambda d: (-val.stride(d), d))
+        with self.build.fake:
+            x = torch.empty([int(shape[d]) for d in order], dtype=val.dtype, device=val.device)
+            return x.permute([order.index(d) for d in range(val.dim())])
+
+    def constant(self, node: fx.Node) -> fx.Node:
+        copy = self.build.graph.get_attr(node.target)
+        copy.meta.update(node.meta)
+        with self.build.fake:
+            val = node.meta["val"]
+            copy.meta["val"] = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+        return copy
+
+    def constants(self) -> dict[str, Any]:
+        return {n.target: getattr(self.step.module, n.target) for n in self.step.graph.find_nodes(op="get_attr")}
+
+    # ---------------------------------------------------------------------------------------------- nodes
+
+    def expand(self, node: fx.Node) -> None:
+        build, choice = self.build, self.plan.choices.get(node)
+        build.origin = node
+        if choice is None:  # an element of a tuple
+            (source,) = node.all_input_nodes
+            self.env[node, self.layout(node)] = build.op(node.target, self.env[source, None], node.args[1])
+            return
+        wants = iter(choice.wants)
+        take = lambda x: self.fetch(x, next(wants)) if isinstance(x.meta.get("val"), torch.Tensor) else self.env[x, None]  # noqa: E731
+        args, kwargs = map_arg((node.args, node.kwargs), take)
+        single = isinstance(node.meta.get("val"), torch.Tensor)
+        local = self.call(choice, list(args), dict(kwargs))
+        local.meta["layouts"] = (choice.outs[0],) if single else None
+        self.env[node, choice.outs[0] if single else None] = local
+        if node in self.plan.settled:
+            self.move(node, local, choice.outs[0], self.plan.settled[node])
+
+    def call(self, choice: Choice, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        build, call, rule = self.build, choice.call, choice.rule
+        if is_number(call.node.meta.get("val")):
+            return build.number(call.target, tuple(args), kwargs, call.node.meta.get("val"))
+        if rule is not None and rule.sizes:
+            shape = list(build.local(call.outputs[0] or (), choice.outs[0]))
+            place = call.position(rule.sizes)
+            if place < len(args):
+                args[place] = shape
+            else:
+                kwargs[rule.sizes] = shape
+        if rule is not None and rule.emit is not None:
+            return rule.emit(build, call, args, kwargs, choice.wants, choice.outs)
+        return build.op(call.target, *args, **kwargs)
+
+    def fetch(self, x: fx.Node, want: Layout | None) -> fx.Node:
+        """The local node that holds `x` as `want`."""
+        found = self.plan.layouts[x]
+        if want is None:
+            want = found
+        if (x, want) in self.env:
+            return self.env[x, want]
+        settled = self.plan.settled.get(x)
+        start = settled if settled is not None and not accumulates(x, self.reader) else found  # type: ignore[arg-type]
+        if want == Replicated() and self.plan.views.get(x, x) is not x and isinstance(found, Sharded):
+            return self.replay(x)
+        return self.move(x, self.env[x, start], start, want)
+
+    def replay(self, x: fx.Node) -> fx.Node:
+        """A view of a stored tensor, taken again of the gathered one: views share their root's gather."""
+        (source,) = [a for a in x.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+        whole = self.fetch(source, Replicated())
+        saved, self.build.origin = self.build.origin, x
+        args, kwargs = map_arg((x.args, x.kwargs), lambda a: whole if a is source else self.env[a, None])
+        node = self.build.view(whole, x.meta["val"].shape) if self.plan.choices[x].rule.emit else self.build.op(x.target, *args, **kwargs)  # type: ignore[union-attr]
+        self.build.origin = saved
+        self.env[x, Replicated()] = node
+        return node
+
+    def move(self, x: fx.Node, local: fx.Node, a: Layout, b: Layout) -> fx.Node:
+        """Redistribute `x`, and remember it."""
+        shape = tuple(x.meta["val"].shape)
+        moved = redistribute(self.build, local, shape, a, b, Wire(self.axis.group, self.note(x, a, b)), self.padded.get(x))
+        moved.meta["layouts"] = (b,)
+        self.env[x, b] = moved
+        return moved
+
+    def note(self, x: fx.Node, a: Layout, b: Layout) -> Collective:
+        val, reader = x.meta["val"], self.reader
+        root = self.plan.views.get(x)
+        fqn = x.meta.get("grad_of", "")
+        role = "grad_reduce" if fqn and isinstance(a, Partial) else "value"
+        if root is not None and isinstance(a, Sharded):
+            spec = self.owner[root]
+            role, fqn = ("param_gather", spec.name) if spec.role is Role.PARAMETER else ("state_gather", spec.name)
+        reason = f"{getattr(reader.target, '__name__', reader.target)} reads it as {b}" if reader is not None and reader.op == "call_function" else f"returned as {b}"
+        return Collective(role, "", self.plan.axis, x.name, fqn, val.numel() * val.element_size(), str(a), str(b), reason, source_of(reader) if reader is not None else None)
+
+    def layout(self, x: fx.Node) -> Layout | None:
+        found = self.plan.layouts.get(x)
+        return found if isinstance(found, (Replicated, Partial, Sharded)) else None
+
+    def layers(self, ph: fx.Node) -> tuple[Layout, ...] | None:
+        layout = self.layout(ph)
+        return None if layout is None else (layout,)
+
+    # ---------------------------------------------------------------------------------------------- outputs
+
+    def finish(self) -> tuple[tuple[Layout, ...] | None, ...]:
+        """Outputs, then the updates of stored tensors in place."""
+        self.reader = self.step.graph.output_node()
+        self.build.origin = None
+        placeholders, results, layouts = self.step.placeholders, [], []
+        updates: list[tuple[fx.Node, fx.Node]] = []
+        for spec, x, want in zip(self.step.outputs, self.step.results, self.plan.outputs, strict=True):
+            local = self.result(spec, x, want)
+            layouts.append(None if want is None else (want,))
+            if spec.updates is not None and self.step.inputs[spec.updates].role in STORED:
+                home = placeholders[spec.updates]
+                if x is not home:
+                    updates.append((self.env[home, self.layout(home)], local))
+                results.append(None)
+            else:
+                results.append(local)
+        results = write_back(self.build, updates, results, set(self.padded.values()))
+        self.build.graph.output(tuple(results))
+        return tuple(layouts)
+
+
+    def result(self, spec: Output, x: Any, want: Layout | None) -> Any:
+        if spec.alias_of:  # the user's own object: the runtime returns it
+            return None
+        if not isinstance(x, fx.Node):
+            return x
+        return self.env[x, None] if want is None else self.fetch(x, want)
+
+
+def aliases(graph: fx.Graph, roots: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Every node that shares memory with one of `roots`, and which."""
+    root = {r: r for r in roots}
+    for node in graph.nodes:
+        if node.op == "call_function" and shares_memory(node):
+            for a in node.all_input_nodes:
+                if a in root:
+                    root[node] = root[a]
+    return root
+
+
+def shares_memory(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return isinstance(node.meta.get("val"), torch.Tensor)  # getitem
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def write_back(build: Build, updates: list[tuple[fx.Node, fx.Node]], results: list[Any], buffers: set[fx.Node]) -> list[Any]:
+    """Store new values in place, each as soon as the last reader of the old one is done. What would change under its reader is copied first."""
+    graph = build.graph
+    root = aliases(graph, buffers)
+    written = {root[home] for home, _ in updates}
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def safe(x: Any) -> Any:
+        if not isinstance(x, fx.Node) or root.get(x) not in written:
+            return x
+        if x not in copies:
+            with graph.inserting_after(x if x.op != "placeholder" else graph.find_nodes(op="placeholder", sort=True)[-1]):
+                copies[x] = build.op(aten.clone.default, x)
+        return copies[x]
+
+    updates, results = [(home, safe(new)) for home, new in updates], [safe(x) for x in results]
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last = {root[a]: node for node in graph.nodes for a in node.all_input_nodes if a in root}
+    for home, new in updates:
+        reader = last.get(root[home], new)
+        with graph.inserting_after(max(reader, new, key=order.__getitem__)):
+            build.op(aten.copy_.default, home, new)
+    return results
+
+
+def place_settle(local: LocalGraph) -> None:
+    """Before the first node that another rank, the random generator or stored state would notice."""
+    handles = [n for n in local.graph.find_nodes(op="placeholder") if n.target == "settle"]
+    if not handles:
+        return
+    for node in local.graph.nodes:
+        if node.op == "output" or (node.op == "call_function" and noticed(node)):
+            with local.graph.inserting_before(node):
+                local.graph.call_function(settle, (handles[0],)).meta["val"] = None
+            return
+
+
+def noticed(node: fx.Node) -> bool:
+    if "collective" in node.meta or node.target is aten.copy_.default:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -1,0 +1,307 @@
+"""Propagation: one rule for each node, on one mesh axis, under a mode's constraints.
+
+A forward pass takes the cheapest candidate at each node: run on replicated inputs, follow one of the shards that come in, or carry a partial
+through where the op is linear. A backward pass (`sink`) then moves replicated values that are only ever wanted in parts onto the parts.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from spmd.graph.step import Role, StepGraph
+from spmd.sharding.constraints import Constraints
+from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded
+from spmd.sharding.rule import Call, Rule
+from spmd.sharding.table import rule_for
+
+BATCH, STATE = "batch", "state"  # what a shard is a part of: the policy never gathers a batch shard where a state shard will do
+
+# Costs are bytes moved, weighted; only their order matters. Measured to give minimal collective counts on the models of the suite.
+GATHER_BATCH = 1000.0
+REPLICATED_WORK = 1e5  # running a heavy op on the whole batch on every rank
+ACCIDENTAL_TP = 1e6  # following a weight's shard where the batch could be followed
+FORBIDDEN = 1e17
+
+
+@dataclass
+class Choice:
+    """How one node runs."""
+
+    call: Call
+    rule: Rule | None
+    wants: list[Layout | None]  # per tensor input; None: as it is
+    outs: list[Layout]  # per leaf of the node's value
+
+
+@dataclass
+class Plan:
+    """The layouts of every value on one axis."""
+
+    axis: int
+    world: int
+    layouts: dict[fx.Node, Any] = field(default_factory=dict)  # Layout, or a nest of them for a node that yields several tensors
+    choices: dict[fx.Node, Choice] = field(default_factory=dict)
+    settled: dict[fx.Node, Layout] = field(default_factory=dict)  # partial gradients that are reduced once, where they appear, and read so
+    views: dict[fx.Node, fx.Node] = field(default_factory=dict)  # views of stored tensors: they share their root's gather
+    outputs: list[Layout | None] = field(default_factory=list)
+    fallbacks: list[fx.Node] = field(default_factory=list)  # ops without a rule that gathered something
+
+
+def propagate(step: StepGraph, constraints: Constraints, world: int) -> Plan:
+    """Choose a layout for every value of `step` (at a concrete batch) on one axis of `world` ranks."""
+    return Propagation(step, constraints, world).run()
+
+
+def batch_shard(node: fx.Node) -> Sharded | None:
+    """The batch shard of a value in which exactly one dim carries the batch."""
+    varies, val = node.meta.get("varies"), node.meta.get("val")
+    if varies is None or not isinstance(val, torch.Tensor):
+        return None
+    dims = [(d, c) for d, c in enumerate(varies) if c is not None]
+    if len(dims) != 1 or not dims[0][1]:
+        return None
+    d, scale = dims[0]
+    return Sharded(d, 1, val.shape[d] // scale, scale)
+
+
+class Propagation:
+    def __init__(self, step: StepGraph, constraints: Constraints, world: int) -> None:
+        self.step, self.constraints, self.world = step, constraints, world
+        self.plan = Plan(constraints.axis, world)
+        self.kind: dict[fx.Node, str] = {}
+        self.moved: set[tuple[fx.Node, Layout]] = set()
+        self.whole: set[fx.Node] = set()  # gathered for a whole-matrix computation: stay replicated until stored
+        self.rules: dict[fx.Node, tuple[Call, Rule | None]] = {}
+
+    def run(self) -> Plan:
+        inputs = iter(zip(self.step.inputs, self.constraints.inputs, strict=True))
+        for node in self.step.graph.nodes:
+            if node.op == "placeholder":
+                spec, layout = next(inputs)
+                self.plan.layouts[node] = layout
+                self.kind[node] = BATCH if spec.role is Role.USER else STATE
+                if spec.role is not Role.USER:
+                    self.plan.views[node] = node
+            elif node.op == "output":
+                wanted = zip(self.step.outputs, node.args[0], self.constraints.outputs, strict=True)
+                self.plan.outputs = [None if spec.alias_of else self.output(x, want) for spec, x, want in wanted]
+            elif node.target is operator.getitem and not isinstance(self.plan.layouts[node.args[0]], (Replicated, Partial, Sharded, type(None))):
+                self.plan.layouts[node] = self.plan.layouts[node.args[0]][node.args[1]]
+                self.kind[node] = self.kind.get(node.args[0], "")
+            elif node.op == "get_attr":
+                self.plan.layouts[node] = R
+            else:
+                self.place(node)
+        if self.world > 1:
+            sink(self.step, self.plan)
+        return self.plan
+
+    # ---------------------------------------------------------------------------------------------- one node
+
+    def rule(self, node: fx.Node) -> tuple[Call, Rule | None]:
+        if node not in self.rules:
+            call = Call(node)
+            self.rules[node] = call, rule_for(call)
+        return self.rules[node]
+
+    def place(self, node: fx.Node) -> None:
+        call, rule = self.rule(node)
+        current = [self.read(x, node) for x in call.tensors]
+        best: tuple[float, list[Layout | None], list[Layout], str, bool] | None = None
+        for wants, outs, kind, linear in self.candidates(call, rule, current):
+            cost = self.cost(call, rule, current, wants, outs, kind, linear)
+            if best is None or cost < best[0]:
+                best = cost, wants, outs, kind, linear
+        assert best is not None
+        _, wants, outs, kind, linear = best
+        self.commit(call, rule, current, wants, outs, kind)
+
+    def read(self, x: fx.Node, reader: fx.Node) -> Layout:
+        """The layout in which `reader` finds `x`: a gradient is partial only to what accumulates into it."""
+        if x in self.plan.settled and not accumulates(x, reader):
+            return self.plan.settled[x]
+        return self.plan.layouts[x]
+
+    def candidates(self, call: Call, rule: Rule | None, current: list[Layout]) -> Iterable[tuple[list[Layout | None], list[Layout], str, bool]]:
+        replicated: list[Layout] = [R] * len(call.values)
+        yield [None if self.ignored(rule, j, p) else R for j, p in enumerate(current)], replicated, "", False
+        if rule is None or rule.whole or self.world == 1:
+            return
+        seen = set()
+        for i, (x, p) in enumerate(zip(call.tensors, current, strict=True)):
+            late = self.late(call, rule, current, i)
+            shard, kind = (late, BATCH) if late is not None else (p, self.kind.get(x, ""))
+            if isinstance(shard, Sharded) and (i, shard) not in seen:
+                seen.add((i, shard))
+                found = rule.transfer(i, shard, self.world)
+                if found:
+                    yield *found, kind, False
+        for group in rule.linear:
+            if all(current[i] == Partial() and self.keeps_partial(call.tensors[i]) for i in group):
+                yield [Partial() if i in group else R for i in range(len(current))], [Partial()] * len(call.values), "", True
+
+    def ignored(self, rule: Rule | None, j: int, p: Layout) -> bool:
+        """Only the shape of input `j` matters, and its local shape is the global one."""
+        return rule is not None and (rule.inputs[j] is None or (rule.shape_only and isinstance(p, Partial)))
+
+    def late(self, call: Call, rule: Rule, current: list[Layout], i: int) -> Sharded | None:
+        """A replicated value that carries the batch is cut where work is heavy or a weight's shard would decide otherwise."""
+        if current[i] != R:
+            return None
+        beside_state = any(isinstance(p, Sharded) and self.kind.get(x) == STATE for x, p in zip(call.tensors, current, strict=True))
+        return batch_shard(call.tensors[i]) if rule.heavy or beside_state else None
+
+    def keeps_partial(self, x: fx.Node) -> bool:
+        """If one reader of a partial forces its reduction, all read the reduced value."""
+        readers = [u for u in x.users if not (x in self.plan.settled and not accumulates(x, u))]
+        if len(readers) < 2:
+            return True
+        return all(self.linear_in(u, x) for u in readers)
+
+    def linear_in(self, reader: fx.Node, x: fx.Node) -> bool:
+        if reader.op != "call_function" or reader.target is operator.getitem:
+            return False
+        call, rule = self.rule(reader)
+        return rule is not None and any(call.tensors[i] is x for group in rule.linear for i in group)
+
+    # ---------------------------------------------------------------------------------------------- cost
+
+    def cost(self, call: Call, rule: Rule | None, current: list[Layout], wants: list[Layout | None], outs: list[Layout], kind: str, linear: bool) -> float:
+        moves = dict.fromkeys((x, p, w) for x, p, w in zip(call.tensors, current, wants, strict=True) if w is not None)
+        cost = sum(self.move_cost(x, p, w) for x, p, w in moves)
+        sharded = any(isinstance(p, Sharded) for p in [*wants, *outs]) and not linear
+        cost += 0.0 if sharded else 0.002 if linear else 0.001
+        if rule is None:
+            return cost
+        carries = any(self.kind.get(x) == BATCH and isinstance(p, Sharded) for x, p in zip(call.tensors, current, strict=True))
+        carries = carries or any(self.late(call, rule, current, i) is not None for i in range(len(current)))
+        if carries and not (sharded and kind == BATCH):
+            cost += REPLICATED_WORK if rule.heavy else 0.0
+            cost += ACCIDENTAL_TP if sharded else 0.0
+        if linear and call.name == "expand":
+            cost += 2.0 * max(0, self.bytes(call.node) - self.bytes(call.tensors[0]))  # reduce before it grows
+        if sharded and rule.heavy and not carries and (cost > 1 or any(isinstance(o, Partial) for o in outs)):
+            cost += FORBIDDEN  # a matrix optimizer gathers its matrix once and computes whole
+        if sharded and any(x in self.whole for x in call.tensors):
+            cost += 1.0
+        return cost
+
+    def move_cost(self, x: fx.Node, a: Layout, b: Layout) -> float:
+        """Weighted bytes of bringing `x` from layout `a` to `b`."""
+        if a == b or (x, b) in self.moved:
+            return 0.0
+        size = self.bytes(x)
+        if isinstance(a, Replicated):
+            return 0.01 if isinstance(b, Sharded) else 0.02
+        if isinstance(a, Partial):
+            return 2.0 * size + 1 if isinstance(b, Replicated) else size + 1.0 if isinstance(b, Sharded) else FORBIDDEN
+        if b == R and (self.plan.views.get(x), R) in self.moved:
+            return 0.0
+        return (GATHER_BATCH if self.kind.get(x) == BATCH else 1.0) * size * (1.0 if b == R else 0.5) + 1
+
+    def bytes(self, x: fx.Node) -> int:
+        return sum(v.numel() * v.element_size() for v in tree_leaves(x.meta.get("val")) if isinstance(v, torch.Tensor))
+
+    # ---------------------------------------------------------------------------------------------- commit
+
+    def commit(self, call: Call, rule: Rule | None, current: list[Layout], wants: list[Layout | None], outs: list[Layout], kind: str) -> None:
+        node, plan = call.node, self.plan
+        for x, p, w in zip(call.tensors, current, wants, strict=True):
+            if w is not None and w != p:
+                self.moved.add((x, w))
+                if w == R and x in plan.views:
+                    self.moved.add((plan.views[x], R))
+        if rule is None and any(p != R for p in current):
+            plan.fallbacks.append(node)
+        _, spec = tree_flatten(node.meta.get("val"), is_leaf=lambda v: v is None)
+        plan.layouts[node] = tree_unflatten(outs, spec)
+        plan.choices[node] = Choice(call, rule, wants, outs)
+        self.kind[node] = kind
+        if rule is not None and rule.view and call.tensors[0] in plan.views:
+            plan.views[node] = plan.views[call.tensors[0]]
+        if rule is not None and rule.heavy and kind != BATCH and all(w == R for w in wants):
+            self.whole.update(x for x, p in zip(call.tensors, current, strict=True) if isinstance(p, Sharded) or x in self.whole)
+            self.whole.add(node)
+        elif all(w == R for w in wants) and any(x in self.whole for x in call.tensors):
+            self.whole.add(node)
+        fqn = node.meta.get("grad_of")
+        if fqn and isinstance(plan.layouts[node], Partial) and any(not accumulates(node, u) for u in node.users):
+            plan.settled[node] = self.constraints.gradients.get(fqn, R)
+            self.kind[node] = STATE
+
+    def output(self, x: Any, want: Layout | None) -> Layout | None:
+        if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
+            return None
+        if want is not None:
+            return want
+        found = self.read(x, self.step.graph.output_node())
+        share = batch_shard(x)
+        if share is None:
+            return R
+        if isinstance(found, Sharded) and found.dim == share.dim and self.kind.get(x) == BATCH:
+            return found
+        return share.canonical(self.world)
+
+
+def accumulates(x: fx.Node, reader: fx.Node) -> bool:
+    """Whether `reader` only adds to the gradient `x`."""
+    fqn = x.meta.get("grad_of")
+    return fqn is not None and reader.meta.get("grad_of") == fqn
+
+
+def sink(step: StepGraph, plan: Plan) -> None:
+    """Compute on the part what is replicated but only ever wanted as one part: zeros, masks, expands over the batch."""
+    uses: dict[fx.Node, set[Any]] = {}
+    for x, want in zip(step.results, plan.outputs, strict=True):
+        if isinstance(x, fx.Node):
+            uses.setdefault(x, set()).add(want)
+    for node in reversed(step.graph.nodes):
+        choice = plan.choices.get(node)
+        if choice is None:
+            if node.target is operator.getitem:
+                uses.setdefault(node.args[0], set()).add("part")
+            continue
+        wanted = uses.get(node, set())
+        if len(wanted) == 1 and len(choice.outs) == 1 and choice.outs[0] == R and node not in plan.settled:
+            (target,) = wanted
+            if isinstance(target, Sharded):
+                lower(choice, target, plan)
+        for x, w in zip(choice.call.tensors, choice.wants, strict=True):
+            uses.setdefault(x, set()).add("any" if w is None else w)
+
+
+def lower(choice: Choice, target: Sharded, plan: Plan) -> None:
+    """Make a replicated choice yield `target`, where a rule allows it without moving anything."""
+    rule, call = choice.rule, choice.call
+    if rule is None or rule.whole or any(w is not None and w != R for w in choice.wants):
+        return
+    free = all(plan.layouts[x] == R for x, w in zip(call.tensors, choice.wants, strict=True) if w is not None)
+    if not free:
+        return
+    if all(labels is None for labels in rule.inputs):
+        found = ([None] * len(rule.inputs), [target]) if rule.sizes else None
+    else:
+        found = next(iter(inverse(call, rule, target, plan.world)), None)
+    if found:
+        choice.wants, choice.outs = found  # type: ignore[assignment]
+        plan.layouts[call.node] = target
+
+
+def inverse(call: Call, rule: Rule, target: Sharded, world: int) -> Iterable[tuple[list[Layout | None], list[Layout]]]:
+    """Transfers of `rule` that give exactly `target`."""
+    for i, shape in enumerate(call.inputs):
+        if rule.inputs[i] is None:
+            continue
+        for d, size in enumerate(shape):
+            if math.prod((target.outer, target.n, target.inner)) == size:
+                found = rule.transfer(i, Sharded(d, target.outer, target.n, target.inner), world)
+                if found and found[1] == [target]:
+                    yield found

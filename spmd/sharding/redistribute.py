@@ -1,0 +1,144 @@
+"""Redistributions: O(1) nodes at any world size, the same on every rank. Uneven shards are padded to the common chunk, moved, and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx as fx
+
+from spmd.graph.local import Collective
+from spmd.sharding import emit
+from spmd.sharding.build import Build
+from spmd.sharding.layout import Layout, Partial, RankInt, Replicated, Sharded, bounds, ceil_div, padded_shape
+from spmd.sharding.rule import Shape
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The process group of one axis, and what the collective to be written is for."""
+
+    group: str
+    note: Collective
+
+    def start(self, build: Build, op: str, target: object, *args: object) -> fx.Node:
+        """A collective and its wait."""
+        node = build.op(target, *args)
+        node.meta["collective"] = replace(self.note, op=op)
+        return build.op(c10d.wait_tensor.default, node)
+
+
+def redistribute(build: Build, x: fx.Node, shape: Shape, a: Layout, b: Layout, wire: Wire, padded: fx.Node | None = None) -> fx.Node:
+    """Bring this rank's part of a tensor of global `shape` from layout `a` to `b`. `padded`: `x` already padded to the common chunk, if it lies so."""
+    if isinstance(a, Replicated):
+        return part_of(build, x, shape, b)
+    if isinstance(a, Partial):
+        return reduce_all(build, x, a, wire) if isinstance(b, Replicated) else reduce_scatter(build, x, shape, a, b, wire)
+    whole = gather(build, padded if padded is not None else pad(build, x, a), shape, a, wire)
+    return whole if isinstance(b, Replicated) else part_of(build, whole, shape, b)
+
+
+def part_of(build: Build, x: fx.Node, shape: Shape, b: Layout) -> fx.Node:
+    """This rank's part of a replicated tensor."""
+    if isinstance(b, Partial):
+        return emit.first_only(build, x, build.rank) if b.op == "sum" else x
+    assert isinstance(b, Sharded)
+    start, end = bounds(b.n, build.world, build.rank)
+    if b.outer == 1:
+        scale = b.inner
+        return build.op(aten.slice.Tensor, x, b.dim, offset(b.n, start, scale), offset(b.n, end, scale, upper=True))
+    split = build.view(x, (*shape[: b.dim], b.outer, b.n, b.inner, *shape[b.dim + 1 :]))
+    cut = build.op(aten.slice.Tensor, split, b.dim + 1, offset(b.n, start, 1), offset(b.n, end, 1, upper=True))
+    return build.view(cut, build.local(shape, b))
+
+
+def offset(n: int, value: int, scale: int, upper: bool = False) -> RankInt:
+    """Where a rank's chunk of `n` begins or ends."""
+    return RankInt(value * scale, f"{'end' if upper else 'start'}({n})" + (f"*{scale}" if scale > 1 else ""))
+
+
+def pad(build: Build, x: fx.Node, s: Sharded) -> fx.Node:
+    """This rank's part with its chunk filled up; chunks are equal then."""
+    if s.n % build.world == 0:
+        return x
+    val = build.val(x)
+    start, end = bounds(s.n, build.world, build.rank)
+    missing = RankInt(ceil_div(s.n, build.world) - (end - start), f"missing({s.n})")
+    if s.outer > 1:
+        x = build.op(aten.reshape.default, x, [*val.shape[: s.dim], s.outer, RankInt(end - start, f"chunk({s.n})"), s.inner, *val.shape[s.dim + 1 :]])
+        x = pad_end(build, x, s.dim + 1, missing)
+        return build.view(x, [*val.shape[: s.dim], s.outer * ceil_div(s.n, build.world) * s.inner, *val.shape[s.dim + 1 :]])
+    return pad_end(build, x, s.dim, RankInt(missing * s.inner, f"{missing.formula}*{s.inner}"))
+
+
+def pad_end(build: Build, x: fx.Node, dim: int, amount: int) -> fx.Node:
+    behind = len(build.val(x).shape) - 1 - dim
+    return build.op(aten.constant_pad_nd.default, x, [0, 0] * behind + [0, amount], 0)
+
+
+def gather(build: Build, x: fx.Node, shape: Shape, s: Sharded, wire: Wire) -> fx.Node:
+    """The whole tensor from padded shards."""
+    val, world = build.val(x), build.world
+    stacked = transport(build, contiguous(build, x), lambda y: wire.start(build, "all_gather", c10d.all_gather_into_tensor.default, y, world, wire.group))
+    chunk = ceil_div(s.n, world)
+    if s.dim == 0 and s.outer == 1:
+        return build.narrow(stacked, 0, 0, s.n * s.inner) if val.dim() else stacked
+    before, after = val.shape[: s.dim], val.shape[s.dim + 1 :]
+    apart = build.view(stacked, (world, *before, s.outer, chunk, s.inner, *after))
+    k = len(before)
+    order = [*range(1, k + 2), 0, *range(k + 2, apart.meta["val"].dim())]  # the ranks' dim goes before the chunk's
+    joined = build.view(build.op(aten.permute.default, apart, order), (*before, s.outer, world * chunk, s.inner, *after))
+    return build.view(build.narrow(joined, k + 1, 0, s.n), shape)
+
+
+def reduce_scatter(build: Build, x: fx.Node, shape: Shape, p: Partial, b: Layout, wire: Wire) -> fx.Node:
+    """This rank's shard of the sum."""
+    assert isinstance(b, Sharded)
+    if p.op != "sum" or build.val(x).dtype == torch.bool:
+        return part_of(build, reduce_all(build, x, p, wire), shape, b)
+    world, chunk = build.world, ceil_div(b.n, build.world)
+    before, after = shape[: b.dim], shape[b.dim + 1 :]
+    if b.dim == 0 and b.outer == 1:
+        rows = pad_end(build, x, 0, (world * chunk - b.n) * b.inner) if b.n % world else x
+    else:
+        k = len(before)
+        split = build.view(x, (*before, b.outer, b.n, b.inner, *after))
+        split = pad_end(build, split, k + 1, world * chunk - b.n) if b.n % world else split
+        apart = build.view(split, (*before, b.outer, world, chunk, b.inner, *after))
+        rows = build.op(aten.permute.default, apart, [k + 1, *range(k + 1), *range(k + 2, apart.meta["val"].dim())])
+        rows = build.view(rows, (world * padded_shape(shape, b, world)[0], *padded_shape(shape, b, world)[1:])) if k else build.view(rows, (world * b.outer * chunk * b.inner, *after))
+    mine = transport(build, contiguous(build, rows), lambda y: wire.start(build, "reduce_scatter", c10d.reduce_scatter_tensor.default, y, "sum", world, wire.group))
+    if b.n % world == 0:
+        return build.view(mine, build.local(shape, b))
+    start, end = bounds(b.n, world, build.rank)
+    length = RankInt(end - start, f"chunk({b.n})")
+    if b.outer == 1:
+        return build.op(aten.slice.Tensor, build.view(mine, padded_shape(shape, b, world)), b.dim, 0, RankInt(length * b.inner, f"{length.formula}*{b.inner}"))
+    split = build.view(mine, (*before, b.outer, chunk, b.inner, *after))
+    return build.view(build.op(aten.slice.Tensor, split, b.dim + 1, 0, length), build.local(shape, b))
+
+
+def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
+    """The whole from summands or candidates."""
+    val = build.val(x)
+    if val.dtype == torch.bool:  # not a type that backends reduce; or is max, and is min
+        wide = build.op(aten._to_copy.default, x, dtype=torch.uint8)
+        moved = wire.start(build, "all_reduce", c10d.all_reduce.default, wide, "min" if p.op == "min" else "max", wire.group)
+        return build.op(aten._to_copy.default, moved, dtype=torch.bool)
+    return transport(build, contiguous(build, x), lambda y: wire.start(build, "all_reduce", c10d.all_reduce.default, y, p.op, wire.group))
+
+
+def contiguous(build: Build, x: fx.Node) -> fx.Node:
+    return x if build.val(x).is_contiguous() else build.op(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def transport(build: Build, x: fx.Node, move: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """Apply `move` to a form of `x` that backends carry: complex numbers go as pairs of reals."""
+    if not build.val(x).is_complex():
+        return move(x)
+    moved = move(build.op(aten.view_as_real.default, x))
+    return build.op(aten.view_as_complex.default, moved)

@@ -1,0 +1,1 @@
+"""The test world (gloo ranks), the single-device oracle and the table of cases that both run."""

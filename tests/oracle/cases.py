@@ -1,0 +1,352 @@
+"""The table of cases: what must equal one device, for every mode and world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+from tests.oracle import models, steps
+from tests.oracle.case import Case, Parts
+
+# ---- batches: functions of the global number of samples
+
+
+def regression(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 5), torch.randn(B, 3)
+
+
+def stacked(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(3, B, 5), torch.randn(3, B, 3)
+
+
+def pairs(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 5), torch.randn(B, 5)
+
+
+def images(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 3, 8, 8), torch.randint(0, 3, (B,))
+
+
+def sequences(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 4, 5), torch.randn(B, 3)
+
+
+def sequences_first(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, B, 8), torch.randn(4, B, 3)
+
+
+def words(B: int, length: int = 6, vocabulary: int = 13, ignored: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Tokens and the tokens after them; the later a sample stands in the batch, the more of it is ignored."""
+    text = torch.randint(0, vocabulary, (B, length + 1))
+    target = text[:, 1:].clone()
+    if ignored:
+        target[torch.rand(B, length) < torch.linspace(0.1, 2 * ignored, B)[:, None]] = -100
+    return text[:, :-1].clone(), target
+
+
+def micro_words(B: int) -> tuple[Tensor, Tensor]:
+    parts = [words(B, ignored=0.2 * (index + 1)) for index in range(3)]
+    return torch.stack([x for x, _ in parts]), torch.stack([y for _, y in parts])
+
+
+def masked_words(B: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, y = words(B, vocabulary=37, ignored=0.3)
+    return x, (torch.arange(6) < torch.randint(2, 7, (B, 1))).long(), y
+
+
+def gan_batch(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 3), torch.randn(B, 5)
+
+
+def nested_batch(B: int) -> tuple[dict[str, Any], Tensor]:
+    batch = {"x": torch.randn(B, 5), "targets": (torch.randn(B, 3), [torch.randn(B)]), "mask": torch.rand(3, 3)[:1]}
+    return batch, torch.tensor(0.5)
+
+
+def with_scale(B: int) -> tuple[Tensor, Tensor, float, bool]:
+    return *regression(B), torch.rand(()).item(), True
+
+
+def with_flag(B: int) -> tuple[Tensor, Tensor, float, bool]:
+    return *regression(B), 1.5, bool(torch.rand(()) < 0.5)
+
+
+# ---- optimizers
+
+
+def over(kind: type[optim.Optimizer], **options: Any) -> Callable[..., optim.Optimizer]:
+    """An optimizer over every parameter of every model."""
+    return lambda *modules: kind([p for module in modules for p in module.parameters()], **options)
+
+
+def groups(kind: type[optim.Optimizer], **options: Any) -> Callable[[nn.Module], optim.Optimizer]:
+    """Two groups with different rates and weight decays, and the last parameter in neither."""
+
+    def build(model: nn.Module) -> optim.Optimizer:
+        members = list(model.parameters())[:-1]
+        decayed = [p for p in members if p.dim() > 1]
+        rest = [p for p in members if p.dim() <= 1]
+        return kind([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.003}], lr=0.01, **options)
+
+    return build
+
+
+OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (optim.SGD, {}),
+    "sgd_momentum": (optim.SGD, {"momentum": 0.9}),
+    "sgd_nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "sgd_dampening": (optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "sgd_weight_decay": (optim.SGD, {"weight_decay": 0.1, "maximize": True}),
+    "sgd_foreach": (optim.SGD, {"momentum": 0.9, "foreach": True}),
+    "sgd_fused": (optim.SGD, {"momentum": 0.9, "fused": True}),
+    "adam": (optim.Adam, {"foreach": False}),
+    "adam_foreach": (optim.Adam, {"foreach": True, "weight_decay": 0.1}),
+    "adam_fused": (optim.Adam, {"fused": True}),
+    "adam_amsgrad": (optim.Adam, {"amsgrad": True}),
+    "adam_maximize": (optim.Adam, {"maximize": True}),
+    "adam_tensor_lr": (optim.Adam, {"lr": torch.tensor(0.01, dtype=torch.float64)}),
+    "adamw": (optim.AdamW, {"foreach": False}),
+    "adamw_foreach": (optim.AdamW, {"foreach": True}),
+    "adamw_fused": (optim.AdamW, {"fused": True}),
+    "adamw_fused_amsgrad": (optim.AdamW, {"fused": True, "amsgrad": True}),
+    "adamw_amsgrad": (optim.AdamW, {"amsgrad": True}),
+    "adamw_maximize": (optim.AdamW, {"maximize": True}),
+    "rmsprop": (optim.RMSprop, {}),
+    "rmsprop_centered": (optim.RMSprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    "adagrad": (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "nadam": (optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "radam": (optim.RAdam, {}),
+    "adamax": (optim.Adamax, {"weight_decay": 0.1}),
+    "adadelta": (optim.Adadelta, {"lr": 1.0}),
+    "asgd": (optim.ASGD, {"t0": 2, "weight_decay": 0.1}),
+    "rprop": (optim.Rprop, {}),
+}
+
+adamw = over(optim.AdamW, lr=0.01)
+momentum = over(optim.SGD, lr=0.05, momentum=0.9)
+
+
+def _optimizers() -> Iterable[Case]:
+    for name, (kind, options) in OPTIMIZERS.items():
+        count = 7 if name == "radam" else 4  # RAdam changes its formula at step 6
+        build = over(kind, **{"lr": 0.01, **options})
+        yield Case(f"optim_{name}", models.mlp, steps.basic(), regression, build, steps=count)
+
+
+# ---- what happens between the steps
+
+
+def decay_changes(parts: Parts, index: int) -> None:
+    parts.optims[0].param_groups[0]["weight_decay"] = 0.1 * (index + 1)
+
+
+def everything_changes(parts: Parts, index: int) -> None:
+    group = parts.optims[0].param_groups[0]
+    group["betas"], group["eps"] = (0.9 - 0.05 * index, 0.999), 1e-8 * (index + 1)
+
+
+def evaluates(parts: Parts, index: int) -> None:
+    parts.models[0].train(index % 2 == 1)
+
+
+def thaws(parts: Parts, index: int) -> None:
+    parts.models[0].frozen.requires_grad_(index == 0)  # type: ignore[operator, union-attr]
+
+
+def rescales(parts: Parts, index: int) -> None:
+    parts.models[0].factor = 1.0 + 0.5 * index  # type: ignore[assignment]
+
+
+def hooks(parts: Parts, index: int) -> None:
+    """A forward hook after the first step, a hook on a parameter after the second."""
+    layer = parts.models[0].get_submodule("0")
+    if index == 0:
+        layer.register_forward_hook(lambda module, args, output: output * 2)
+    if index == 1:
+        layer.get_parameter("weight").register_hook(lambda grad: grad * 3)
+
+
+def replaces_layer(parts: Parts, index: int) -> None:
+    if index == 0:
+        torch.manual_seed(5)
+        parts.models[0].add_module("2", nn.Linear(7, 3))
+        parts.optims[0].add_param_group({"params": parts.models[0].get_submodule("2").parameters(), "lr": 0.02})
+
+
+def _hooked() -> nn.Module:
+    """Hooks set before compiling: on a module, and on a parameter before and after accumulation."""
+    model = models.mlp()
+    model[1].register_forward_hook(lambda module, args, output: output + 0.5)
+    model[0].weight.register_hook(lambda grad: 2 * grad)  # type: ignore[operator, union-attr]
+    model[2].bias.register_post_accumulate_grad_hook(_halve)  # type: ignore[operator, union-attr]
+    return model
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def _parameters() -> Iterable[Case]:
+    step = steps.basic()
+    yield Case("params_odd", models.Odd, step, regression, adamw)
+    yield Case("params_odd_sgd", models.Odd, step, regression, momentum)
+    yield Case("params_odd_foreach_clip", models.Odd, steps.basic(clip=0.1), regression, over(optim.AdamW, foreach=True))
+    yield Case("params_partly", models.Partly, step, regression, groups(optim.AdamW))
+    yield Case("params_groups_sgd", models.mlp, step, regression, groups(optim.SGD, momentum=0.9))
+    yield Case("params_groups_fused", models.mlp, step, regression, groups(optim.AdamW, fused=True))
+    yield Case("params_tied", models.Tied, steps.basic(steps.tokens), words, adamw)
+    yield Case("params_twice", models.Twice, step, regression, adamw)
+    yield Case("params_complex", models.Complex, step, regression, over(optim.SGD, lr=0.01))
+    yield Case("params_thawed", models.Partly, step, regression, adamw, between=thaws)
+    yield Case("params_two_optims", models.mlp, steps.two_rates, regression, _halves)
+
+
+def _halves(model: nn.Module) -> tuple[optim.Optimizer, optim.Optimizer]:
+    first, second, *rest = model.parameters()
+    return optim.Adam([first, second], lr=0.01), optim.SGD(rest, lr=0.1, momentum=0.5)
+
+
+def _steps() -> Iterable[Case]:
+    mlp = models.mlp
+    yield Case("clip_2", mlp, steps.basic(clip=0.1), regression, adamw)
+    yield Case("clip_inf", mlp, steps.basic(clip=0.01, norm=float("inf")), regression, adamw)
+    yield Case("clip_returned", mlp, steps.clip_returning_norm, regression, momentum)
+    yield Case("accumulate_stacked", mlp, steps.accumulate_stacked, stacked, adamw, dim=1)
+    yield Case("accumulate_chunks", mlp, steps.accumulate_chunks, regression, adamw, samples=(3,))
+    yield Case("accumulate_valid", models.GPT, steps.accumulate_valid, micro_words, momentum, dim=1)
+    yield Case("zero_first", mlp, steps.basic(zero="first"), regression, adamw)
+    yield Case("zero_first_kept", mlp, steps.basic(zero="first", set_to_none=False), regression, adamw)
+    yield Case("zero_last_kept", mlp, steps.basic(set_to_none=False), regression, adamw)
+    yield Case("zero_never", mlp, steps.basic(zero="never"), regression, adamw)
+    yield Case("zero_first_odd", models.Odd, steps.basic(zero="first"), regression, adamw)
+    yield Case("manual_sgd", mlp, steps.manual_sgd, regression)
+    yield Case("manual_data", mlp, steps.manual_data, regression)
+    yield Case("forward_only", mlp, steps.forward_only, regression, outputs=(None, 0))
+    yield Case("gradients_only", mlp, steps.gradients_only, regression)
+    yield Case("optim_closure", mlp, steps.closure_of_optimizer, regression, momentum)
+    yield Case("item_returned", mlp, steps.item_returned, regression, momentum)
+    yield Case("backward_twice", mlp, steps.backward_twice, regression, momentum)
+    yield Case("closing_over", mlp, steps.closing, regression, adamw, closure=True)
+    yield Case("method", mlp, steps.method, regression, adamw, closure=True)
+    yield Case("gan", _gan, steps.gan, gan_batch, _gan_optims)
+    yield Case("gradient_penalty", _critic, steps.gradient_penalty, gan_batch_real, adamw)
+    yield Case("teacher", lambda: (mlp(), mlp()), steps.teacher, regression, lambda student, _: adamw(student))
+    yield Case(
+        "nested", mlp, steps.nested, nested_batch, adamw, replicated=("batch.mask",), outputs=(None, 0, 0, None, None)
+    )
+
+
+def gan_batch_real(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 3), torch.randn(B, 3)
+
+
+def _critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def _gan() -> tuple[nn.Module, nn.Module]:
+    return models.mlp(), _critic()
+
+
+def _gan_optims(generator: nn.Module, critic: nn.Module) -> tuple[optim.Optimizer, optim.Optimizer]:
+    return optim.Adam(generator.parameters(), lr=0.01), optim.RMSprop(critic.parameters(), lr=0.005)
+
+
+def _changes() -> Iterable[Case]:
+    mlp, step = models.mlp, steps.basic()
+    decay = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=8)
+    yield Case("lr_step", mlp, step, regression, momentum, scheduler=decay, steps=4, traces=1)
+    yield Case("lr_step_fused", mlp, step, regression, over(optim.AdamW, fused=True), scheduler=decay, steps=4, traces=1)
+    yield Case("lr_onecycle", mlp, step, regression, momentum, scheduler=cycle, steps=6, traces=3)
+    yield Case("weight_decay_changes", mlp, step, regression, adamw, between=decay_changes, steps=6, traces=3)
+    yield Case("betas_change", mlp, step, regression, over(optim.Adam), between=everything_changes, steps=6)
+    yield Case("batch_changes", mlp, step, regression, adamw, samples=(2, 4, 3), steps=4, traces=1)
+    yield Case("batch_changes_gpt", models.GPT, steps.basic(steps.tokens), words, momentum, samples=(2, 3), traces=1)
+
+
+    yield Case("mode_alternates", partial(mlp, dropout=0.5), step, regression, momentum, between=evaluates, steps=5, traces=2)
+    yield Case("hooks", _hooked, step, regression, momentum)
+    yield Case("hooks_added", mlp, step, regression, momentum, between=hooks)
+    yield Case("attribute_changes", models.Scaled, step, regression, momentum, between=rescales, steps=5, traces=3)
+    yield Case("layer_replaced", mlp, step, regression, momentum, between=replaces_layer)
+    yield Case("argument_changes", mlp, steps.python_arguments, with_scale, momentum, steps=5, traces=3)
+    yield Case("argument_flag", mlp, steps.python_arguments, with_flag, momentum, steps=6, traces=2)
+    yield Case("size_branch", mlp, steps.branch_on_size, regression, momentum, samples=(2, 5, 9, 3), steps=5)
+
+
+def _losses() -> Iterable[Case]:
+    mlp, gpt = models.mlp, models.GPT
+    ignoring = partial(words, ignored=0.3)
+    yield Case("loss_sum", mlp, steps.basic(steps.sum_squares), regression, momentum)
+    yield Case("loss_masked_mean", mlp, steps.basic(steps.masked_mean), regression, momentum)
+    yield Case("loss_ignore_index", gpt, steps.basic(steps.tokens), ignoring, momentum)
+    yield Case("loss_weighted", gpt, steps.basic(steps.weighted), words, momentum)
+    yield Case("loss_in_batch", mlp, steps.basic(steps.similarity), regression, momentum)
+
+
+def _random() -> Iterable[Case]:
+    gpt, tokens = partial(models.GPT, dropout=0.2), steps.basic(steps.tokens)
+    yield Case("dropout_mlp", partial(models.mlp, dropout=0.5), steps.basic(), regression, adamw)
+    yield Case("dropout_gpt", gpt, tokens, words, momentum)
+    yield Case("dropout_checkpoint", partial(gpt, recompute="free"), tokens, words, momentum)
+    yield Case("dropout_checkpoint_reentrant", partial(gpt, recompute="reentrant"), tokens, words, momentum)
+    yield Case("random_kinds", models.mlp, steps.noisy, regression, momentum)
+    yield Case("random_mixup", models.mlp, steps.mixup, regression, momentum)
+
+
+def _models() -> Iterable[Case]:
+    tokens, classes = steps.basic(steps.tokens), steps.basic(F.cross_entropy)
+    cnn = models.CNN
+    yield Case("gpt", models.GPT, tokens, words, momentum)
+    yield Case("gpt_fused_clip", models.GPT, steps.basic(steps.tokens, clip=1.0), words, over(optim.AdamW, fused=True))
+    yield Case("gpt_rmsnorm", partial(models.GPT, norm=nn.RMSNorm), tokens, words, momentum)
+    yield Case("gpt_six_heads", partial(models.GPT, heads=6), tokens, words, momentum)
+    yield Case("cnn", cnn, classes, images, adamw)
+    yield Case("cnn_channels_last", partial(cnn, channels_last=True), classes, images, adamw)
+    yield Case("cnn_batch_norm", partial(cnn, batch_norm=True), classes, images, momentum)
+    yield Case("lstm", models.Recurrent, steps.basic(), sequences, adamw)
+    yield Case("lstm_sequence_first", partial(models.Recurrent, batch_first=False), steps.basic(), turned_sequences, adamw, dim=1)
+    yield Case("sequence_first", models.SequenceFirst, steps.basic(), sequences_first, momentum, dim=1)
+    yield Case("buffers", models.Counting, steps.basic(), regression, adamw)
+    yield Case("custom_backward", models.Reversal, steps.basic(), regression, momentum)
+    yield Case("autocast", models.mlp, steps.autocast, regression, momentum, tolerance=3e-2)
+
+
+def turned_sequences(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, B, 5), torch.randn(1, B, 3)
+
+
+def _transformers() -> Iterable[Case]:
+    careful = over(optim.AdamW, lr=0.01, eps=1e-4)  # key biases have no true gradient, so Adam would see noise
+    text = partial(words, vocabulary=37, ignored=0.2)
+
+    def case(name: str, kind: str, step: Callable[..., Any], batch: Callable[..., Any], tolerance: float = 1e-9) -> Case:
+        model = partial(models.transformers_model, kind)
+        return Case(f"hf_{name}", model, step, batch, careful, tolerance=tolerance, needs="transformers")
+
+    single = 1e-6  # float32 inside: the loss of GPT-2, the norms of Llama and T5
+    yield case("gpt2", "gpt2", steps.transformers_masked, masked_words)
+    yield case("gpt2_labels", "gpt2", steps.transformers_labels, text, single)
+    yield case("llama", "llama", steps.transformers_labels, text, single)
+    yield case("bert", "bert", steps.transformers_masked, masked_words)
+    yield case("t5", "t5", steps.transformers_labels, text, single)
+    yield case("vit", "vit", steps.transformers_images, images)
+
+
+FAMILIES = (_optimizers, _parameters, _steps, _changes, _losses, _random, _models, _transformers)
+CASES: dict[str, Case] = {case.name: case for family in FAMILIES for case in family()}
+
+# One or two of each kind, run at every world size and with one sample a rank.
+REPRESENTATIVE = (
+    "optim_sgd_dampening", "optim_adamw_fused", "params_odd", "params_partly", "params_tied", "clip_inf",
+    "accumulate_chunks", "zero_first_odd", "gan", "nested", "lr_step", "batch_changes", "loss_ignore_index",
+    "dropout_checkpoint", "gpt_six_heads", "lstm", "sequence_first", "hf_gpt2",
+)  # fmt: skip

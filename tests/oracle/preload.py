@@ -1,0 +1,12 @@
+"""What the forkserver imports once, so that every worker forked from it starts warm."""
+
+import contextlib
+
+import functorch  # noqa: F401
+import torch  # noqa: F401
+import torch._dynamo  # noqa: F401
+import torch.distributed.tensor  # noqa: F401
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+with contextlib.suppress(Exception):  # a broken package fails in the tests that import it, not here
+    import spmd  # noqa: F401
