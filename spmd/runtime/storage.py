@@ -106,13 +106,25 @@ class Storage:
     def load(self, value: torch.Tensor) -> None:
         """Copy in this rank's part of a whole tensor or of a DTensor of any placement (collective if placed otherwise). Casts."""
         if value is not self.tensor or not self.intact():
-            self.local.copy_(part(value, self.layouts, self.world) if self.mesh is not None else value)
+            self.local.copy_(part(value, self.layouts, self.world))
 
     @torch.no_grad()
     def full(self) -> torch.Tensor:
         """The whole tensor, in memory of its own. Collective where it's sharded."""
         whole = torch.empty_strided(self.shape, dense_stride(self.shape, self.stride), dtype=self.buffer.dtype, device=self.buffer.device)
         return whole.copy_(_gather(self.buffer, self.shape, self.layouts, self.world))
+
+    @staticmethod
+    def under(tensor: torch.Tensor) -> Storage | None:
+        """The storage of a managed parameter or buffer."""
+        found = tensor.__dict__.get("_spmd_storage")
+        return found if isinstance(found, Storage) and found.tensor is tensor else None
+
+    def mark(self) -> Storage:
+        """Let `under` find it, so that another compiled function shares it."""
+        if self.mesh is not None:
+            self.tensor._spmd_storage = self  # type: ignore[attr-defined]
+        return self
 
     def fits(self, value: torch.Tensor) -> bool:
         """Whether `value` may be loaded with its meaning kept."""

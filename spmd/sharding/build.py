@@ -54,11 +54,10 @@ class Build:
         return tuple(shape) if layout is None else local_shape(shape, layout, self.world, self.rank)
 
     def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """`x` with another shape: a view where strides allow it, else a copy."""
-        if tuple(self.val(x).shape) == tuple(shape):
+        """`x` with another shape. Whether strides allow a view may differ from rank to rank (a dim of 1 is free), so that's left to run time."""
+        if tuple(self.val(x).shape) == tuple(shape) and not any(isinstance(n, RankInt) for n in shape):
             return x
-        target = aten.view.default if viewable(self.val(x), shape, self.fake) else aten.reshape.default
-        return self.op(target, x, list(shape))
+        return self.op(aten.reshape.default, x, list(shape))
 
     def narrow(self, x: fx.Node, dim: int, start: int, length: int) -> fx.Node:
         """A contiguous range of `dim`; `x` itself where that's all of it on every rank."""
@@ -73,17 +72,6 @@ def add(a: int, b: int) -> int:
         return a + b
     text = [x.formula if isinstance(x, RankInt) else str(x) for x in (a, b) if isinstance(x, RankInt) or x]
     return RankInt(int(a) + int(b), "+".join(text))
-
-
-def viewable(x: torch.Tensor, shape: Sequence[int], fake: FakeTensorMode) -> bool:
-    if x.is_contiguous():
-        return True
-    try:
-        with fake:
-            x.view([int(n) for n in shape])
-    except (RuntimeError, ValueError):
-        return False
-    return True
 
 
 def plain(x: Any) -> Any:

@@ -133,7 +133,8 @@ def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
 
 
 def contiguous(build: Build, x: fx.Node) -> fx.Node:
-    return x if build.val(x).is_contiguous() else build.op(aten.clone.default, x, memory_format=torch.contiguous_format)
+    """Dense in row-major order, as collectives need; copied at run time only where it isn't."""
+    return build.op(aten.contiguous.default, x)
 
 
 def transport(build: Build, x: fx.Node, move: Callable[[fx.Node], fx.Node]) -> fx.Node:

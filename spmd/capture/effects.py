@@ -1,0 +1,215 @@
+"""Python side effects of the step: they happen at trace time only, so they're compared before and after, undone, and refused.
+
+An effect that is settled after one call (a cache filled, a mode switched on) is kept instead: if a second trace, from the changed
+state, gives the same graph and changes nothing more, then not repeating it makes no difference.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from spmd.capture.objects import SCALARS, Objects
+from spmd.errors import Offence, SideEffectError
+
+# Kept by torch itself for bookkeeping, or by us; swap.py puts back what lies in the tensor dicts.
+_IGNORED = {"_parameters", "_buffers", "_flat_weights", "_flat_weight_refs", "_opt_called", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "param_groups", "state", "_zero_grad_profile_name", "_step_count"}  # fmt: skip
+_MISSING = object()
+_RETURN = "return the value from the step and update it in the training loop"
+
+
+@dataclass
+class Change:
+    """One thing that the step changed. `settles`: it may be a one-time effect."""
+
+    name: str
+    before: Any
+    after: Any
+    remedy: str
+    mapping: MutableMapping[str, Any] | None = None
+    key: str = ""
+    settles: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.after, torch.Tensor)
+
+    def offence(self) -> Offence:
+        return Offence(f"the step changes {self.name} from {_short(self.before)} to {_short(self.after)}", remedy=self.remedy)
+
+
+@dataclass
+class _Watched:
+    title: str
+    mapping: MutableMapping[str, Any]
+    keys: tuple[str, ...] | None  # None: all, new ones included
+    before: dict[str, Any]
+    remedy: str
+
+    def now(self) -> dict[str, Any]:
+        keys = self.keys if self.keys is not None else tuple(k for k in self.mapping if k not in _IGNORED)
+        return {k: self.mapping[k] for k in keys if k in self.mapping}
+
+
+def _short(value: Any) -> str:
+    if value is _MISSING:
+        return "nothing"
+    text = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) < 60 else text[:57] + "..."
+
+
+def _frozen(value: Any) -> Any:
+    """`value`, or a copy of its members if it's a mutable container."""
+    return type(value), value.copy() if isinstance(value, (list, dict, set)) else None, value
+
+
+def _same(frozen: Any, now: Any) -> bool:
+    kind, members, value = frozen
+    if members is not None and now is value:
+        if len(members) != len(now):
+            return False
+        if isinstance(members, dict):
+            return members.keys() == now.keys() and all(_equal(v, now[k]) for k, v in members.items())
+        return members == now if isinstance(members, set) else all(map(_equal, members, now))
+    return now is value or type(now) is kind and _equal(value, now)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or isinstance(a, SCALARS) and type(a) is type(b) and bool(a == b)
+
+
+class Effects:
+    """Watches one trace. `changes` is filled when the trace ends; everything is put back."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.changes: list[Change] = []
+        self._scalars: dict[str, Any] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        watched = list(self._watched())
+        python, np = random.getstate(), numpy.random.get_state(legacy=False)
+        try:
+            yield
+        finally:
+            for w in watched:
+                self._compare(w)
+            self._generators(python, np)
+
+    def _watched(self) -> Iterator[_Watched]:
+        for fqn, module in self.objects.submodules():
+            title = f"{fqn or type(module).__name__}."
+            yield self._watch(title, vars(module), None, "keep it in a buffer (register_buffer) as a tensor, or " + _RETURN)
+        for name, optimizer in self.objects.optimizers.items():
+            yield self._watch(f"{name}.", vars(optimizer), None, "keep counters as tensors in optimizer.state")
+        for scope in self.objects.scopes:
+            whole = scope.title.startswith("attribute of")
+            yield self._watch(f"{scope.title} ", scope.mapping, None if whole else scope.keys, _RETURN)
+
+    def _watch(self, title: str, mapping: Any, keys: tuple[str, ...] | None, remedy: str) -> _Watched:
+        w = _Watched(title, mapping, keys, {}, remedy)
+        w.before = {k: _frozen(v) for k, v in w.now().items()}
+        return w
+
+    def _compare(self, w: _Watched) -> None:
+        """Records what changed in `w` and puts the old values back."""
+        now = w.now()
+        for key in [*w.before, *(k for k in now if k not in w.before)]:
+            frozen, value = w.before.get(key, (None, None, _MISSING)), now.get(key, _MISSING)
+            if _same(frozen, value):
+                continue
+            _, members, old = frozen
+            grown = members is not None and value is old
+            shown = (members, value.copy()) if grown else (old, value)
+            self.changes.append(Change(w.title + key, *shown, w.remedy, w.mapping, key, settles=not grown))
+            if grown:
+                _refill(old, members)
+            elif old is _MISSING:
+                del w.mapping[key]
+            else:
+                w.mapping[key] = old
+
+    def _generators(self, python: Any, np: Any) -> None:
+        if random.getstate() != python:
+            random.setstate(python)
+            self.changes.append(_generator("random"))
+        if str(numpy.random.get_state(legacy=False)) != str(np):
+            numpy.random.set_state(np)
+            self.changes.append(_generator("numpy.random"))
+
+    def groups_before(self) -> None:
+        """Notes the Python numbers in the traced copies of param_groups and state."""
+        self._scalars = dict(self._group_scalars())
+
+    def groups_after(self) -> None:
+        for name, value in self._group_scalars():
+            before = self._scalars.get(name, _MISSING)
+            if before is value or type(before) is type(value) and isinstance(value, SCALARS) and before == value:
+                continue
+            if before is _MISSING and isinstance(value, (type(None), bool)):
+                continue
+            remedy = "change it in the training loop, between calls" if "param_groups" in name else "keep counters as tensors in optimizer.state"
+            self.changes.append(Change(name, before, value, remedy))
+
+    def _group_scalars(self) -> Iterator[tuple[str, Any]]:
+        plain = (*SCALARS, tuple, torch.SymFloat, torch.SymInt)
+        for name, o in self.objects.optimizers.items():
+            for i, group in enumerate(o.param_groups):
+                yield from ((f"{name}.param_groups[{i}][{k!r}]", v) for k, v in group.items() if isinstance(v, plain))
+            for j, state in enumerate(o.state.values()):
+                if isinstance(state, dict):
+                    yield from ((f"{name}.state[{j}][{k!r}]", v) for k, v in state.items() if isinstance(v, plain))
+
+
+def _generator(name: str) -> Change:
+    remedy = "draw with torch (torch.rand, torch.randint), or pass the number as an argument"
+    return Change(f"the state of Python's {name} generator", "one state", "another", remedy)
+
+
+def _refill(container: Any, members: Any) -> None:
+    container.clear()
+    container.extend(members) if isinstance(container, list) else container.update(members)
+
+
+def refuse(changes: list[Change]) -> None:
+    """Raises SideEffectError for all of `changes`."""
+    if changes:
+        raise SideEffectError([c.offence() for c in changes])
+
+
+@contextmanager
+def pretended(changes: list[Change]) -> Iterator[set[int]]:
+    """The world after one call: changed attributes have their new values, tensors stand-ins whose ids are yielded. Undone at exit."""
+    poison: dict[int, torch.Tensor] = {}
+    for c in changes:
+        assert c.mapping is not None
+        value = c.after
+        if c.is_tensor:
+            value = torch.zeros([int(n) if isinstance(n, int) else 1 for n in c.after.shape], dtype=c.after.dtype)
+            poison[id(value)] = value
+        c.mapping[c.key] = value
+    try:
+        yield set(poison)
+    finally:
+        for c in changes:
+            if c.mapping is not None:
+                c.mapping.pop(c.key, None) if c.before is _MISSING else c.mapping.__setitem__(c.key, c.before)
+
+
+def settle(changes: list[Change]) -> None:
+    """Keeps the one-time effects that aren't tensors."""
+    for c in changes:
+        if c.mapping is not None and not c.is_tensor and not any(isinstance(v, torch.Tensor) for v in _members(c.after)):
+            c.mapping[c.key] = c.after
+
+
+def _members(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple, set)) else [value]
+

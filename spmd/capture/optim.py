@@ -1,0 +1,249 @@
+"""Optimizers while traced: the user's own `step` runs, per parameter, on copies of its groups and state.
+
+State that doesn't exist yet is made by the optimizer's own code during the one trace. Each such tensor is marked (`marks.py`), so that
+afterwards the graph can be cut there: what makes it goes into `Capture.init`, the rest reads it as an input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.optim.adam
+from torch.optim import SGD, Adam, Optimizer
+
+from spmd._torch import get_proxy_mode, get_proxy_slot, track_tensor_tree
+from spmd.capture.marks import Marks, fake_like, inner, overwrite
+from spmd.errors import CaptureError, Offence, StateError
+
+aten = torch.ops.aten
+_FUSED = {False: aten._fused_adam.default, True: aten._fused_adamw.default}
+
+
+@dataclass
+class StateKey:
+    """Whose state a tensor is."""
+
+    optimizer: str
+    parameter: str
+    key: str
+
+
+class _State(dict[str, Any]):
+    """`optimizer.state[parameter]`: tensors put under a new key are marked."""
+
+    def __init__(self, initial: dict[str, Any], trace: OptimizerTrace, parameter: str) -> None:
+        super().__init__(initial)
+        self.trace, self.parameter = trace, parameter
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and key not in self:
+            self.trace.marks.mark(value, StateKey(self.trace.name, self.parameter, key))
+            value = self.trace.widen(self.parameter, key, value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+class _States(defaultdict[Any, Any]):
+    """`optimizer.state`: a new entry, also one assigned whole, is a `_State`."""
+
+    def __init__(self, make: Callable[[Any, dict[str, Any]], _State]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, parameter: Any) -> _State:
+        self[parameter] = {}
+        return self[parameter]  # type: ignore[no-any-return]
+
+    def __setitem__(self, parameter: Any, value: dict[str, Any]) -> None:
+        if not isinstance(value, _State):
+            state = self.make(parameter, {})
+            state.update(value)
+            value = state
+        super().__setitem__(parameter, value)
+
+
+def check_supported(optimizers: dict[str, Optimizer]) -> None:
+    """Raises CaptureError for optimizers whose step can't be one graph, StateError for states that aren't tensors per parameter."""
+    offences = [
+        Offence(
+            f"{name} is LBFGS, whose line search evaluates the loss as often as the data demands",
+            remedy="use an optimizer that calls the loss once, such as AdamW or SGD",
+        )
+        for name, o in optimizers.items()
+        if isinstance(o, torch.optim.LBFGS)
+    ]
+    if offences:
+        raise CaptureError(offences)
+    nested = [
+        Offence(f"{name}.state holds {type(v).__name__} {k!r}", remedy="keep one tensor per key in the optimizer's state")
+        for name, o in optimizers.items()
+        for state in o.state.values()
+        if isinstance(state, dict)
+        for k, v in state.items()
+        if isinstance(v, (list, dict, tuple)) and any(isinstance(t, torch.Tensor) for t in (v.values() if isinstance(v, dict) else v))
+    ]
+    if nested:
+        raise StateError(nested[:5])
+
+
+class OptimizerTrace:
+    """One optimizer, while traced."""
+
+    def __init__(self, name: str, optimizer: Optimizer, marks: Marks, capturable: bool, parameter_name: Callable[[Any], str]) -> None:
+        self.name, self.optimizer, self.marks, self.capturable = name, optimizer, marks, capturable
+        self.parameter_name = parameter_name
+        self.stepping = False
+        self.widened: dict[tuple[str, str], torch.dtype] = {}  # states lifted to float64 for the trace -> their dtype
+
+    @contextmanager
+    def installed(self, swap: Callable[[Any], Any], states: dict[tuple[int, str], Any]) -> Iterator[None]:
+        """The optimizer works on copies whose tensors are `swap`ped; `states[(id(parameter), key)]` is the traced state."""
+        o = self.optimizer
+        before = self.before_groups, _ = o.param_groups, o.state
+        o.param_groups = [self._group(g, swap) for g in o.param_groups]
+        o.state = _States(lambda p, d: _State(d, self, self.parameter_name(p)))
+        for p, state in before[1].items():
+            traced = swap(p)
+            if isinstance(state, dict):
+                name = self.parameter_name(traced)
+                values = {k: self.widen(name, k, states.get((id(p), k), v)) for k, v in state.items()}
+                o.state[traced] = _State(values, self, name)
+            else:
+                defaultdict.__setitem__(o.state, traced, state)
+        try:
+            yield
+        finally:
+            o.param_groups, o.state = before
+
+    def _group(self, group: dict[str, Any], swap: Callable[[Any], Any]) -> dict[str, Any]:
+        twin = dict(group, params=[swap(p) for p in group["params"]])
+        fused_adam = isinstance(self.optimizer, Adam) and twin.get("fused") and not self.capturable
+        overrides = {"foreach": False, "capturable": self.capturable} | ({} if fused_adam else {"fused": False})
+        twin.update({k: v for k, v in overrides.items() if k in twin})
+        return twin
+
+    def widen(self, parameter: str, key: str, value: Any) -> Any:
+        """On the capturable path `step` is counted in float64: in float32 the bias corrections would be off by 1e-6."""
+        if self.capturable and key == "step" and isinstance(value, torch.Tensor) and value.dtype != torch.float64:
+            self.widened[parameter, key] = value.dtype
+            return value.to(torch.float64)
+        return value
+
+    def narrow_dtype(self, parameter: str, key: str) -> torch.dtype | None:
+        """The dtype in which a widened state is kept outside."""
+        return self.widened.get((parameter, key))
+
+    def seed_momentum(self) -> None:
+        """SGD's buffer starts as a copy of the gradient, which with dampening 0 is what zeros lead to: zeros depend on no gradient."""
+        if not isinstance(self.optimizer, SGD):
+            return
+        for group in self.optimizer.param_groups:
+            if group["momentum"] == 0 or group["dampening"] != 0:
+                continue
+            for p in group["params"]:
+                if p.grad is not None and self.optimizer.state[p].get("momentum_buffer") is None:
+                    self.optimizer.state[p].pop("momentum_buffer", None)
+                    self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+@contextmanager
+def patched_steps(traces: list[OptimizerTrace], entered: Callable[[], None], left: Callable[[], None]) -> Iterator[None]:
+    """`entered` and `left` run around each optimizer step. Inside, `is_compiling()` is False unless the capturable path is taken."""
+    with ExitStack() as stack:
+        for trace in traces:
+
+            def before(o: Optimizer, args: Any, kwargs: Any, trace: OptimizerTrace = trace) -> None:
+                trace.stepping = True
+                entered()
+                torch.compiler._is_compiling_flag = trace.capturable
+                trace.seed_momentum()
+
+            def after(o: Optimizer, args: Any, kwargs: Any, trace: OptimizerTrace = trace) -> None:
+                trace.stepping = False
+                torch.compiler._is_compiling_flag = True
+                left()
+
+            stack.callback(trace.optimizer.register_step_pre_hook(before).remove)
+            stack.callback(trace.optimizer.register_step_post_hook(after).remove)
+        stack.enter_context(_patched_fused_adam())
+        stack.enter_context(_symbolic_min_max())
+        yield
+
+
+@contextmanager
+def _patched_fused_adam() -> Iterator[None]:
+    original = torch.optim.adam._fused_adam
+    torch.optim.adam._fused_adam = _fused_adam_per_parameter
+    try:
+        yield
+    finally:
+        torch.optim.adam._fused_adam = original
+
+
+def _fused_adam_per_parameter(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    max_exp_avg_sqs: list[torch.Tensor],
+    state_steps: list[torch.Tensor],
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    *,
+    decoupled_weight_decay: bool,
+    lr: Any,
+    **options: Any,
+) -> None:
+    """One functional fused op a parameter. Written as nodes by hand: the dispatcher would turn a symbolic lr into a constant."""
+    if grad_scale is not None or found_inf is not None:
+        raise CaptureError(Offence("fused Adam under GradScaler", remedy="use bfloat16 autocast without GradScaler, or fused=False"))
+    kwargs = {k: options[k] for k in ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize")}
+    overload = _FUSED[decoupled_weight_decay]
+    if isinstance(lr, torch.Tensor):
+        overload = getattr(overload.overloadpacket, "tensor_lr")
+    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+
+    def proxy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return get_proxy_slot(inner(value), tracer).proxy  # type: ignore[arg-type]
+        return tracer.unwrap_proxy(value)
+
+    for i, p in enumerate(params):
+        state_steps[i].add_(1)
+        lists = [[p], [grads[i]], [exp_avgs[i]], [exp_avg_sqs[i]], [max_exp_avg_sqs[i]] if options["amsgrad"] else []]
+        node = tracer.create_proxy(
+            "call_function",
+            overload,
+            ([*[[proxy(t) for t in ts] for ts in lists], [proxy(state_steps[i])]])[:6],
+            {k: proxy(v) for k, v in {"lr": lr, **kwargs}.items()},
+        )
+        outs = tuple([fake_like(t) for t in ts] for ts in lists)
+        track_tensor_tree(outs, node, constant=None, tracer=tracer)
+        for ts, new in zip(lists, outs, strict=True):
+            if ts and ts[0] is not grads[i]:  # the op returns the gradient too, unchanged
+                overwrite(ts[0], new[0])
+
+
+@contextmanager
+def _symbolic_min_max() -> Iterator[None]:
+    """Adafactor calls the builtins min and max on symbolic numbers, which would branch on them."""
+    module = sys.modules["torch.optim._adafactor"]
+    module.min, module.max = torch.sym_min, torch.sym_max  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del module.min, module.max  # type: ignore[attr-defined]

@@ -1,0 +1,130 @@
+"""Torch functions that behave otherwise while a step is traced. Each patch is undone at the end of the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+import torch.utils.checkpoint as checkpoint
+from torch.optim.lr_scheduler import LRScheduler
+
+from spmd.capture.provenance import Tracker
+from spmd.capture.random import eager_dropout
+from spmd.errors import CaptureError, Offence, SideEffectError
+
+
+@contextmanager
+def patched(tracker: Tracker) -> Iterator[None]:
+    """All of them."""
+    with ExitStack() as stack:
+        stack.enter_context(_checkpoint(tracker))
+        stack.enter_context(_dropout())
+        stack.enter_context(_no_dist(tracker))
+        stack.enter_context(_no_scheduler(tracker))
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # its LSTM needs a workspace that fakes don't have
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """`owner.name = value` for each, undone at exit."""
+    before = {k: getattr(owner, k) for k in attributes}
+    for k, v in attributes.items():
+        setattr(owner, k, v)
+    try:
+        yield
+    finally:
+        for k, v in before.items():
+            setattr(owner, k, v)
+
+
+@contextmanager
+def _checkpoint(tracker: Tracker) -> Iterator[None]:
+    """Activation checkpointing is a plain call whose region is noted on its nodes: recomputing while tracing would draw dropout again."""
+    count = 0
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        nonlocal count
+        count += 1
+        outer, tracker.checkpoint = tracker.checkpoint, count
+        try:
+            yield
+        finally:
+            tracker.checkpoint = outer
+
+    def without_reentry(fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with region():
+            yield
+
+    class WithReentry:
+        @staticmethod
+        def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            with region():
+                return fn(*args)
+
+    with replaced(checkpoint, _checkpoint_without_reentrant_generator=without_reentry, CheckpointFunction=WithReentry):
+        yield
+
+
+@contextmanager
+def _dropout() -> Iterator[None]:
+    """The Python dispatcher would make `native_dropout` of it, which rounds otherwise than eager on CPU in low precision."""
+    op = torch.ops.aten.dropout.default
+    before = dict(op.py_kernels)
+    op.py_kernels.update(dict.fromkeys(before, eager_dropout))
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels.update(before)
+        op._dispatch_cache.clear()
+
+
+@contextmanager
+def _no_dist(tracker: Tracker) -> Iterator[None]:
+    """The step says what one device does; ranks and collectives are what compiling adds."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            Offence(
+                "the step uses torch.distributed (a rank, a world size or a collective)",
+                where=str(tracker.here()[0] or ""),
+                remedy="write the step for one device over the whole batch, or read ranks outside it",
+            )
+        )
+
+    with replaced(c10d, _rank_not_in_group=refuse):
+        yield
+
+
+@contextmanager
+def _no_scheduler(tracker: Tracker) -> Iterator[None]:
+    """A scheduler's step would run while tracing only."""
+    with ExitStack() as stack:
+        for cls in _subclasses(LRScheduler):
+            if "step" in vars(cls):
+                stack.enter_context(replaced(cls, step=_refuse_scheduler(tracker, cls.step)))
+        yield
+
+
+def _refuse_scheduler(tracker: Tracker, original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise SideEffectError(
+            Offence(
+                f"{type(self).__name__}.step() inside the step: the learning rate would change at the first call only",
+                where=str(tracker.here()[0] or ""),
+                remedy="call scheduler.step() in the training loop, after the compiled step; the new lr is read at each call",
+            )
+        )
+
+    return step
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from _subclasses(sub)

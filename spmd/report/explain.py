@@ -1,0 +1,120 @@
+"""Explanation: what a compiled step will do, told before it runs: placements, collectives with their lines and reasons, fallbacks."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from spmd.graph.local import Collective, LocalGraph
+from spmd.graph.provenance import where
+from spmd.graph.step import STORED
+from spmd.sharding.layout import padded_shape
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """An input of the step and how it lies on the mesh."""
+
+    role: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    nbytes: int  # on this rank, padding included
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """An op that has no sharding rule: its inputs are replicated, which is exact and costs their gathers."""
+
+    op: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `CompiledStep.explain` returns; printing it shows tables."""
+
+    placements: tuple[PlacedTensor, ...]
+    collectives: tuple[Collective, ...]
+    fallbacks: tuple[Fallback, ...]
+
+    @classmethod
+    def of(cls, local: LocalGraph) -> Explanation:
+        return cls(
+            tuple(placed(local)),
+            tuple(local.collectives),
+            tuple(Fallback(str(n.target), where(n)) for n in local.fallbacks),
+        )
+
+    def counts(self) -> Counter[str]:
+        """Number of collectives by role."""
+        return Counter(c.role for c in self.collectives)
+
+    def __rich__(self) -> Group:
+        stored = sum(p.nbytes for p in self.placements if p.role in {str(r) for r in STORED})
+        moved = sum(c.nbytes for c in self.collectives)
+        head = Text(f"at rest on this rank: {size(stored)} of parameters, buffers and states; collectives a step: {len(self.collectives)}, {size(moved)}")
+        tables = [head, self.placement_table(), self.collective_table()]
+        if self.fallbacks:
+            tables.append(self.fallback_table())
+        return Group(*tables)
+
+    def placement_table(self) -> Table:
+        table = Table("role", "tensor", "shape", "placement", "bytes here", title="placements", title_justify="left")
+        for p in self.placements:
+            table.add_row(p.role, p.name, "x".join(map(str, p.shape)) or "scalar", p.layout, size(p.nbytes))
+        return table
+
+    def collective_table(self) -> Table:
+        table = Table("role", "collective", "tensor", "move", "bytes", "line", "reason", title="collectives, in program order", title_justify="left")
+        for c in self.collectives:
+            table.add_row(c.role, c.op, c.fqn or c.value, f"{c.before} -> {c.after}", size(c.nbytes), c.source.short if c.source else "", c.reason)
+        return table
+
+    def fallback_table(self) -> Table:
+        table = Table("op", "line", title="ops without a sharding rule: run on replicated inputs", title_justify="left")
+        for f in self.fallbacks:
+            table.add_row(f.op, f.source)
+        return table
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def placed(local: LocalGraph) -> list[PlacedTensor]:
+    rows = []
+    for ph, spec, layouts in zip(local.step.placeholders, local.step.inputs, local.inputs, strict=True):
+        val: Any = ph.meta["val"]
+        if layouts is None or not isinstance(val, torch.Tensor):
+            continue
+        shape = val.shape
+        for layout, world in zip(layouts, local.mesh_shape, strict=True):
+            shape = padded_shape(shape, layout, world)  # type: ignore[assignment]
+        nbytes = torch.Size(shape).numel() * val.element_size()
+        rows.append(PlacedTensor(str(spec.role), spec.name, tuple(val.shape), val.dtype, ",".join(map(str, layouts)), nbytes))
+    return rows
+
+
+def render(x: Any, width: int = 160) -> str:
+    """A rich object as plain text."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True).print(x)
+    return out.getvalue()
+
+
+def size(n: int) -> str:
+    """Bytes for people: 1536 -> '1.5 KB'."""
+    value = float(n)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TB"

@@ -1,0 +1,164 @@
+"""Executor: runs a local graph as generated Python. Storage is bound once; a call fills in the batch, the numbers and the live gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from spmd.capture.objects import successor
+from spmd.capture.result import Slot
+from spmd.errors import InputError, Offence
+from spmd.graph.local import Layouts, LocalGraph
+from spmd.graph.step import STORED, Input, Output, Role
+from spmd.runtime.binding import Binding
+from spmd.runtime.storage import part, part_shape
+
+Fill = Callable[[Sequence[Any]], Any]  # today's value of an argument, from the leaves of the call
+
+
+class Executor:
+    """One program of one rank, bound to its storage.
+
+    `local` is the step's program or the one that makes its optimizer state: inputs are found by name.
+    """
+
+    def __init__(self, local: LocalGraph, binding: Binding, out_spec: pytree.TreeSpec | None = None) -> None:
+        """`out_spec` is the structure of the user's return value; without one a call returns None."""
+        self.local, self.binding, self.out_spec = local, binding, out_spec
+        self.run = local.module.forward
+        self.takes_settle = any(n.target == "settle" for n in local.graph.find_nodes(op="placeholder"))
+        self.arguments: list[Any] = []
+        self.fills: list[tuple[int, Fill]] = []
+        self.checks: list[tuple[int, torch.Size, str]] = []  # argument, its shape on this rank, its name
+        slots = {slot.input.name: slot for slot in binding.capture.slots}
+        for spec, node, layouts in zip(local.step.inputs, local.step.placeholders, local.inputs, strict=True):
+            if spec.role in STORED:
+                self.arguments.append(binding.storages[spec.name].buffer)
+            else:
+                self.arguments.append(None)
+                self.fills.append((len(self.arguments) - 1, self._fill(spec, slots.get(spec.name), node.meta["val"], layouts)))
+        self.outputs = tuple(zip(local.step.outputs, local.step.results, local.outputs, strict=True))
+        kept = {owner_of(out, local.step.inputs) for out in local.step.outputs if out.role is Role.GRADIENT}
+        self.spent = [x.owner for x in local.step.inputs if x.role is Role.GRADIENT and x.owner not in kept]
+
+    def __call__(self, leaves: Sequence[Any] = (), settle: Callable[[], None] | None = None) -> Any:
+        """Run one step on this rank.
+
+        Args:
+            leaves: the flattened arguments of the call, as `capture.arguments.flatten_leaves` gives them.
+            settle: waits until all ranks are known to run this program.
+        Returns:
+            What the user's function returns, on this rank.
+        Raises:
+            InputError: a tensor doesn't have the shape of this rank's share.
+        """
+        with torch.no_grad():
+            arguments = self.arguments.copy()
+            for i, fill in self.fills:
+                arguments[i] = fill(leaves)
+            self._check(arguments)
+            if self.takes_settle:
+                arguments.append(settle)
+            results = self.run(*arguments)
+            del arguments
+            return self._deliver(results)
+
+    # ------------------------------------------------------------------------------------------------- inputs
+
+    def _fill(self, spec: Input, slot: Slot | None, val: Any, layouts: Layouts | None) -> Fill:
+        binding, world = self.binding, self.binding.world
+        if spec.role is Role.GRADIENT:
+            return lambda leaves: binding.gradient(spec.owner)
+        assert slot is not None, f"no slot for {spec.name}"
+        if slot.container is not None:
+            container, key = slot.container, slot.key
+            return _number(lambda leaves: container[key], val)
+        if slot.leaf is None:
+            free = slot.tensor  # closed over: no module holds it
+            assert free is not None
+            return lambda leaves: part(successor(free).detach(), layouts, world) if layouts is not None else free
+        leaf = slot.leaf
+        if not isinstance(val, torch.Tensor):
+            return lambda leaves: leaves[leaf]
+        if layouts is None:
+            return _number(lambda leaves: leaves[leaf], val)
+        self.checks.append((len(self.arguments) - 1, torch.Size(part_shape(val.shape, layouts, world)), spec.name))
+        return _local_of(leaf, layouts, self.binding)
+
+    def _check(self, arguments: Sequence[Any]) -> None:
+        wrong = [(arguments[i], shape, name) for i, shape, name in self.checks if arguments[i].shape != shape]
+        if wrong:
+            raise InputError(
+                Offence(
+                    f"it has shape {tuple(x.shape)}, this program takes {tuple(shape)} on rank {self.binding.world.rank} of {self.binding.world.size}",
+                    fqn=name,
+                    remedy="pass each rank its own share of the batch; shares are cut as torch.chunk cuts the whole batch",
+                )
+                for x, shape, name in wrong
+            )
+
+    # ------------------------------------------------------------------------------------------------- outputs
+
+    def _deliver(self, results: Sequence[Any]) -> Any:
+        """Put results where they belong: gradients and new states with the user's objects, the rest into the return value."""
+        binding, inputs = self.binding, self.local.step.inputs
+        returned: list[Any] = []
+        for (out, node, layouts), value in zip(self.outputs, results, strict=True):
+            if out.role is Role.GRADIENT:
+                binding.set_gradient(owner_of(out, inputs), value)
+            elif out.role is Role.STATE and out.updates is None:
+                binding.add_state(out.name, value, layouts or (), node.meta["val"])
+            elif out.role is Role.USER:
+                returned.append((out, value))
+        for owner in self.spent:
+            binding.set_gradient(owner, None)
+        if self.out_spec is None:
+            return None
+        return pytree.tree_unflatten([self._user(out, value) for out, value in returned], self.out_spec)
+
+    def _user(self, out: Output, value: Any) -> Any:
+        storages = self.binding.storages
+        if out.alias_of:
+            return storages[out.alias_of].tensor
+        if not out.grad_of or not isinstance(value, torch.Tensor) or storages[out.grad_of].mesh is None:
+            return value
+        live = storages[out.grad_of].tensor.grad
+        if isinstance(live, DTensor) and live.to_local() is value:
+            return live
+        return storages[out.grad_of].like(value)
+
+
+def owner_of(out: Output, inputs: Sequence[Input]) -> str:
+    """The parameter that a GRADIENT output belongs to."""
+    if out.grad_of:
+        return out.grad_of
+    return inputs[out.updates].owner if out.updates is not None else out.name.removesuffix(".grad")
+
+
+def _local_of(leaf: int, layouts: Layouts, binding: Binding) -> Fill:
+    def local(leaves: Sequence[Any]) -> Any:
+        value = leaves[leaf]
+        return part(value, layouts, binding.world) if isinstance(value, DTensor) else value.detach() if value.requires_grad else value
+
+    return local
+
+
+def _number(read: Fill, val: Any) -> Fill:
+    """A number as the graph takes it: a tensor of `val`'s type, made anew only when the number changes."""
+    if not isinstance(val, torch.Tensor):
+        return read
+    last: list[Any] = [None, None]
+
+    def tensor(leaves: Sequence[Any]) -> torch.Tensor:
+        value = read(leaves)
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        if last[1] is None or value != last[0]:
+            last[:] = value, torch.tensor(value, dtype=val.dtype, device=val.device)
+        return last[1]  # type: ignore[no-any-return]
+
+    return tensor

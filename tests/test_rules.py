@@ -1,0 +1,228 @@
+"""Every rule of the table against the op itself: run on parts, joined, it gives what the whole gives. And every redistribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+
+from spmd._torch import FakeTensorMode, make_fx
+from spmd.debug import run_lockstep
+from spmd.graph.step import Input, Output, Role, StepGraph
+from spmd.sharding.layout import Layout, Partial, R, Sharded, join, shard, take
+from spmd.sharding.partition import Axis, partition
+from spmd.sharding.propagate import Choice, Plan
+from spmd.sharding.rule import Call
+from spmd.sharding.table import TABLE, rule_for
+
+aten = torch.ops.aten
+F64 = torch.float64
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=F64)
+
+
+def ints(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape)
+
+
+# One call or more for each row: sizes 7, 5, 4 and 3 don't divide, 6 does.
+CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "add": (lambda x, y: aten.add.Tensor(x, y, alpha=2), (rand(7, 4), rand(4))),
+    "add_number": (lambda x: aten.add.Tensor(x, 3.0), (rand(7, 4),)),
+    "mul": (lambda x, y: aten.mul.Tensor(x, y), (rand(7, 4), rand(7, 1))),
+    "div": (lambda x, y: aten.div.Tensor(x, y), (rand(7, 4), rand(4))),
+    "where": (lambda c, x, y: aten.where.self(c, x, y), (rand(7, 4) > 0, rand(7, 4), rand(7, 4))),
+    "cast": (lambda x: aten._to_copy.default(x, dtype=torch.float32), (rand(7, 4),)),
+    "lerp": (lambda x, y: aten.lerp.Scalar(x, y, 0.3), (rand(7, 4), rand(7, 4))),
+    "addcmul": (lambda x, y, z: aten.addcmul.default(x, y, z, value=0.5), (rand(7, 4), rand(7, 4), rand(7, 4))),
+    "addcdiv": (lambda x, y, z: aten.addcdiv.default(x, y, z, value=0.5), (rand(7, 4), rand(7, 4), rand(7, 4))),
+    "zeros_like": (lambda x: aten.zeros_like.default(x), (rand(7, 4),)),
+    "new_zeros": (lambda x: aten.new_zeros.default(x, [5, 7]), (rand(7, 4),)),
+    "view_merge": (lambda x: aten.view.default(x, [28]), (rand(7, 4),)),
+    "view_split": (lambda x: aten.view.default(x, [7, 2, 2]), (rand(7, 4),)),
+    "squeeze": (lambda x: aten.squeeze.dims(x, [0, 1]), (rand(7, 1, 4),)),
+    "squeeze_dim": (lambda x: aten.squeeze.dim(x, 0), (rand(3, 4),)),
+    "unsqueeze": (lambda x: aten.unsqueeze.default(x, 1), (rand(7, 4),)),
+    "t": (lambda x: aten.t.default(x), (rand(7, 4),)),
+    "transpose": (lambda x: aten.transpose.int(x, 0, -1), (rand(7, 4, 3),)),
+    "permute": (lambda x: aten.permute.default(x, [2, 0, 1]), (rand(7, 4, 3),)),
+    "expand": (lambda x: aten.expand.default(x, [5, 7, 4]), (rand(7, 4),)),
+    "expand_one": (lambda x: aten.expand.default(x, [7, 4]), (rand(7, 1),)),
+    "repeat": (lambda x: aten.repeat.default(x, [2, 1, 3]), (rand(7, 4),)),
+    "slice": (lambda x: aten.slice.Tensor(x, 0, 1, 5, 2), (rand(7, 4),)),
+    "slice_all": (lambda x: aten.slice.Tensor(x, 0, 0, 7), (rand(7, 4),)),
+    "slice_backward": (lambda x: aten.slice_backward.default(x, [7, 4], 0, 1, 6, 1), (rand(5, 4),)),
+    "slice_scatter": (lambda x, y: aten.slice_scatter.default(x, y, 0, 1, 6), (rand(7, 4), rand(5, 4))),
+    "split": (lambda x: aten.split.Tensor(x, 2, 1), (rand(7, 4),)),
+    "split_with_sizes": (lambda x: aten.split_with_sizes.default(x, [1, 3], 1), (rand(7, 4),)),
+    "unfold": (lambda x: aten.unfold.default(x, 1, 2, 1), (rand(7, 4),)),
+    "select": (lambda x: aten.select.int(x, 1, 2), (rand(7, 4),)),
+    "unbind": (lambda x: aten.unbind.int(x, 1), (rand(7, 4),)),
+    "select_backward": (lambda x: aten.select_backward.default(x, [7, 4], 1, 2), (rand(7),)),
+    "select_scatter": (lambda x, y: aten.select_scatter.default(x, y, 1, 2), (rand(7, 4), rand(7))),
+    "cat": (lambda x, y: aten.cat.default([x, y], 1), (rand(7, 4), rand(7, 2))),
+    "cat_legacy": (lambda x, y: aten.cat.default([x, y], 0), (torch.zeros(0, dtype=F64), rand(7, 2))),
+    "stack": (lambda x, y: aten.stack.default([x, y], 1), (rand(7, 4), rand(7, 4))),
+    "pad": (lambda x: aten.constant_pad_nd.default(x, [1, 2], 0), (rand(7, 4),)),
+    "sum": (lambda x: aten.sum.dim_IntList(x, [0, 2]), (rand(7, 4, 3),)),
+    "sum_all": (lambda x: aten.sum.default(x), (rand(7, 4),)),
+    "mean": (lambda x: aten.mean.dim(x, [0], True), (rand(7, 4),)),
+    "mean_all": (lambda x: aten.mean.default(x), (rand(7, 4),)),
+    "amax": (lambda x: aten.amax.default(x, [0]), (rand(4, 7),)),
+    "amin_tiny": (lambda x: aten.amin.default(x, [0], True), (rand(2, 7),)),
+    "max": (lambda x: aten.max.default(x), (rand(4, 7),)),
+    "max_dim": (lambda x: aten.max.dim(x, 1), (rand(4, 7),)),
+    "any": (lambda x: aten.any.dim(x, 0), (rand(4, 7) > 1,)),
+    "all": (lambda x: aten.all.dim(x, 0), (rand(2, 7) > -1,)),
+    "mm": (lambda x, y: aten.mm.default(x, y), (rand(7, 5), rand(5, 4))),
+    "bmm": (lambda x, y: aten.bmm.default(x, y), (rand(3, 7, 5), rand(3, 5, 4))),
+    "mv": (lambda x, y: aten.mv.default(x, y), (rand(7, 5), rand(5))),
+    "dot": (lambda x, y: aten.dot.default(x, y), (rand(7), rand(7))),
+    "addmm": (lambda b, x, y: aten.addmm.default(b, x, y), (rand(4), rand(7, 5), rand(5, 4))),
+    "baddbmm": (lambda b, x, y: aten.baddbmm.default(b, x, y), (rand(3, 7, 4), rand(3, 7, 5), rand(3, 5, 4))),
+    "convolution": (lambda x, w, b: aten.convolution.default(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), (rand(7, 3, 5, 5), rand(4, 3, 3, 3), rand(4))),
+    "convolution_backward": (
+        lambda g, x, w: aten.convolution_backward.default(g, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]),
+        (rand(7, 4, 5, 5), rand(7, 3, 5, 5), rand(4, 3, 3, 3)),
+    ),
+    "attention": (lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True), (rand(7, 2, 5, 8), rand(7, 2, 5, 8), rand(7, 2, 5, 8))),
+    "softmax": (lambda x: aten._softmax.default(x, 1, False), (rand(7, 4),)),
+    "softmax_backward": (lambda g, y: aten._softmax_backward_data.default(g, y, 1, F64), (rand(7, 4), rand(7, 4))),
+    "cumsum": (lambda x: aten.cumsum.default(x, 1), (rand(7, 4),)),
+    "sort": (lambda x: aten.sort.default(x, 1), (rand(7, 4),)),
+    "topk": (lambda x: aten.topk.default(x, 2, 1), (rand(7, 4),)),
+    "argmax": (lambda x: aten.argmax.default(x, 1), (rand(7, 4),)),
+    "argmax_all": (lambda x: aten.argmax.default(x), (rand(7, 4),)),
+    "logsumexp": (lambda x: aten.logsumexp.default(x, [1], True), (rand(7, 4),)),
+    "flip": (lambda x: aten.flip.default(x, [1]), (rand(7, 4),)),
+    "roll": (lambda x: aten.roll.default(x, [1], [1]), (rand(7, 4),)),
+    "embedding": (lambda w, i: aten.embedding.default(w, i), (rand(9, 4), ints(9, 7, 3))),
+    "embedding_backward": (lambda g, i: aten.embedding_dense_backward.default(g, i, 9, -1, False), (rand(7, 3, 4), ints(9, 7, 3))),
+    "gather": (lambda x, i: aten.gather.default(x, 1, i), (rand(7, 4), ints(4, 7, 2))),
+    "scatter": (lambda x, i, s: aten.scatter.src(x, 1, i, s), (rand(7, 4), ints(4, 7, 1), rand(7, 1))),
+    "scatter_add": (lambda x, i, s: aten.scatter_add.default(x, 1, i, s), (rand(7, 4), ints(4, 7, 3), rand(7, 3))),
+    "index": (lambda x, i: aten.index.Tensor(x, [None, i]), (rand(7, 4), ints(4, 5))),
+    "index_two": (lambda x, i, j: aten.index.Tensor(x, [i, None, j]), (rand(7, 4, 3), ints(7, 5), ints(3, 5))),
+    "index_put": (lambda x, i, v: aten.index_put.default(x, [i], v, True), (rand(9, 4), ints(9, 7), rand(7, 4))),
+    "index_put_set": (lambda x, v: aten.index_put.default(x, [torch.arange(7)], v, False), (rand(9, 4), rand(7, 4))),
+    "index_select": (lambda x, i: aten.index_select.default(x, 1, i), (rand(7, 4), ints(4, 5))),
+    "index_add": (lambda x, i, v: aten.index_add.default(x, 0, i, v), (rand(9, 4), ints(9, 7), rand(7, 4))),
+    "layer_norm": (lambda x, w, b: aten.native_layer_norm.default(x, [4], w, b, 1e-5), (rand(7, 3, 4), rand(4), rand(4))),
+    "group_norm": (lambda x, w, b: aten.native_group_norm.default(x, w, b, 7, 4, 9, 2, 1e-5), (rand(7, 4, 3, 3), rand(4), rand(4))),
+    "max_pool": (lambda x: aten.max_pool2d_with_indices.default(x, [2, 2]), (rand(7, 3, 4, 4),)),
+    "avg_pool": (lambda x: aten.avg_pool2d.default(x, [2, 2]), (rand(7, 3, 4, 4),)),
+    "upsample_backward": (lambda g: aten.upsample_nearest2d_backward.default(g, [8, 8], [7, 3, 4, 4]), (rand(7, 3, 8, 8),)),
+    "tril": (lambda x: aten.tril.default(x), (rand(3, 4, 4),)),
+    "qr": (lambda x: aten.linalg_qr.default(x), (rand(3, 4, 4),)),
+    "fused_adamw": (
+        lambda p, g, m, v, s: aten._fused_adamw.default([p], [g], [m], [v], [], [s], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False),
+        (rand(7, 4), rand(7, 4), rand(7, 4), rand(7, 4).abs(), torch.tensor(3.0)),
+    ),
+}
+
+
+def trace(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    return make_fx(fn, tracing_mode="fake")(*args) if fake else None  # type: ignore[return-value]
+
+
+def step_graph(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> StepGraph:
+    module = trace(fn, args)
+    results = torch.utils._pytree.tree_leaves(module.graph.output_node().args[0])
+    module.graph.output_node().args = (tuple(results),)
+    inputs = tuple(Input(Role.USER, f"x{i}") for i in range(len(args)))
+    return StepGraph(module, inputs, tuple(Output(Role.USER, f"y{i}") for i in range(len(results))))
+
+
+def run(step: StepGraph, plan: Plan, world: int, args: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
+    graphs = [partition(step, plan, Axis(world, r, "0")) for r in range(world)]
+    places = [plan.layouts[ph] for ph in step.placeholders]
+    return run_lockstep(graphs, [[take(x, p, world, r).contiguous() for x, p in zip(args, places, strict=True)] for r in range(world)])
+
+
+def transfers(name: str, world: int) -> list[tuple[int, int, list[Layout], list[Layout]]]:
+    fn, args = CALLS[name]
+    call = op_call(step_graph(fn, args))
+    rule = rule_for(call)
+    assert rule is not None
+    found = []
+    for i, shape in enumerate(call.inputs):
+        for d, size in enumerate(shape):
+            if size > 1 and rule.inputs[i] is not None and (t := rule.transfer(i, shard(d, size), world)):
+                found.append((i, d, [w or R for w in t[0]], t[1]))
+    return found
+
+
+def op_call(step: StepGraph) -> Call:
+    nodes = [n for n in step.graph.nodes if n.op == "call_function" and hasattr(n.target, "_schema") and n.target is not aten.arange.default]
+    return Call(nodes[-1])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rule_is_what_the_op_does(name: str, world: int) -> None:
+    """For each shard of each input that the rule accepts: parts in, op on parts, joined parts out."""
+    fn, args = CALLS[name]
+    expected = torch.utils._pytree.tree_leaves(fn(*args))
+    for i, d, wants, outs in transfers(name, world):
+        step = step_graph(fn, args)
+        call = op_call(step)
+        place = dict(zip(call.tensors, wants, strict=True))
+        plan = Plan(0, world)
+        for node in step.graph.nodes:
+            if node.op == "call_function":
+                plan.layouts[node] = R
+                plan.choices[node] = Choice(Call(node), rule_for(Call(node)), [R] * len(Call(node).tensors), [R] * len(Call(node).values))
+            elif node.op != "output":
+                plan.layouts[node] = place.get(node, R)
+        plan.choices[call.node] = Choice(call, rule_for(call), list(wants), outs)
+        _, spec = torch.utils._pytree.tree_flatten(call.node.meta["val"])
+        plan.layouts[call.node] = torch.utils._pytree.tree_unflatten(outs, spec)
+        for node in step.graph.nodes:
+            if node.target.__class__.__name__ == "builtin_function_or_method" and node.op == "call_function":
+                del plan.choices[node]
+                plan.layouts[node] = plan.layouts[node.args[0]][node.args[1]]
+        plan.outputs = [R] * len(step.outputs)
+        for result in run(step, plan, world, args):
+            for got, want in zip(result, expected, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=f"input {i} sharded on dim {d}: {wants} -> {outs}")
+
+
+MUST_SPLIT = {"mm", "addmm", "convolution", "attention", "layer_norm", "embedding", "softmax", "sum_all", "mean_all", "view_merge", "convolution_backward", "index_put", "fused_adamw"}
+
+
+@pytest.mark.parametrize("name", sorted(MUST_SPLIT))
+def test_rules_that_matter_exist(name: str) -> None:
+    assert any(i == 0 or d == 0 for i, d, *_ in transfers(name, 2))
+
+
+SHARDS = [R, Partial(), shard(0, 7), shard(1, 6), Sharded(1, 2, 3, 1), Sharded(1, 1, 3, 2), Sharded(1, 3, 2, 1)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [F64, torch.int64, torch.complex128])
+def test_redistribution_keeps_the_whole(world: int, dtype: torch.dtype) -> None:
+    """From every layout to every other: the joined parts are the tensor that was there."""
+    x = rand(7, 6).to(dtype) * 10
+    for a in SHARDS:
+        for b in SHARDS:
+            if a == b or (b == Partial() and isinstance(a, Sharded)):
+                continue
+            step = step_graph(lambda t: aten.alias.default(t), (x,))
+            node = next(n for n in step.graph.nodes if n.op == "call_function")
+            plan = Plan(0, world)
+            plan.layouts = {step.placeholders[0]: a, node: a}
+            plan.choices = {node: Choice(Call(node), rule_for(Call(node)), [a], [a])}
+            plan.outputs = [b]
+            parts = [y for (y,) in run(step, plan, world, (x,))]
+            assert torch.equal(join(parts, b), x), (a, b)
+
+
+def test_the_table_has_no_row_that_torch_lacks() -> None:
+    unknown = [name for name in TABLE if not hasattr(aten, name)]
+    assert not unknown
