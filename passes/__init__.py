@@ -1,1 +1,5 @@
-"""Graph passes: rewrites of one rank's program. Imported as `spmd.passes`."""
+"""Graph passes: rewrites of a rank's program."""
+
+from spmd.passes.base import GraphPass, PassPipeline
+
+__all__ = ["GraphPass", "PassPipeline"]

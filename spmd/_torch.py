@@ -45,3 +45,12 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 
 # Capture: backward runs in the tracing thread.
 from torch.autograd import set_multithreading_enabled as set_multithreading_enabled
+
+# Capture: mkldnn off, without the warnings that the public context manager gives on some builds.
+from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
+from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
+
+# Capture: our TorchFunctionMode is off while autograd runs, and on in the backward of custom functions.
+from torch.autograd.function import BackwardCFunction as BackwardCFunction
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _pop_mode_temporarily as without_top_function_mode

@@ -107,3 +107,28 @@ def test_batches_differ_by_step_and_repeat() -> None:
     case = CASES["gpt"]
     first, again, second = (oracle.global_batch(case, 2, index)[0] for index in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+def test_every_case_moves_parameters_and_stays_finite(world: World) -> None:
+    (still,) = world.run(_still, 1)
+    assert still == ["forward_only", "gradients_only"]
+
+
+def _still() -> list[str]:
+    torch.set_default_dtype(torch.float64)
+    still = []
+    for name, case in CASES.items():
+        if case.needs is None:
+            before = oracle.snapshot(case.build(oracle.SEED))
+            after = oracle.run(case, 1, None)
+            assert all(torch.isfinite(value).all() for value in after.state.values() if isinstance(value, torch.Tensor)), name
+            moved = [oracle.distance(before[key], after.state[key], 1.0) for key in before if key.startswith("parameter")]
+            if max(moved) < 1e-6:
+                still.append(name)
+    return still
+
+
+def test_cases_use_what_their_names_say() -> None:
+    for W in (1, 2, 3, 4):
+        assert {oracle.global_batch(CASES["argument_flag"], W, index)[3] for index in range(6)} == {True, False}
+    assert CASES["loss_ignore_index"].batch(8)[1].eq(-100).sum(1).unique().numel() > 1

@@ -69,6 +69,10 @@ class Marks:
 
     def mark(self, t: torch.Tensor, key: Any) -> None:
         """Puts a mark on `t`, in place: everyone who holds it sees the marked value."""
+        with torch._C.DisableTorchFunction():
+            self._mark(t, key)
+
+    def _mark(self, t: torch.Tensor, key: Any) -> None:
         before = node_of(t)
         mode = get_proxy_mode()
         if before is None or mode is None:  # not a traced value

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.optim.adam
 from torch.optim import SGD, Adam, Optimizer
 
 from spmd._torch import get_proxy_mode, get_proxy_slot, track_tensor_tree
 from spmd.capture.marks import Marks, fake_like, inner, overwrite
+from spmd.capture.patches import replaced
 from spmd.errors import CaptureError, Offence, StateError
 
 aten = torch.ops.aten
@@ -186,12 +186,8 @@ def patched_steps(traces: list[OptimizerTrace], entered: Callable[[], None], lef
 
 @contextmanager
 def _patched_fused_adam() -> Iterator[None]:
-    original = torch.optim.adam._fused_adam
-    torch.optim.adam._fused_adam = _fused_adam_per_parameter
-    try:
+    with replaced(sys.modules["torch.optim.adam"], _fused_adam=_fused_adam_per_parameter):
         yield
-    finally:
-        torch.optim.adam._fused_adam = original
 
 
 def _fused_adam_per_parameter(
@@ -215,6 +211,22 @@ def _fused_adam_per_parameter(
     overload = _FUSED[decoupled_weight_decay]
     if isinstance(lr, torch.Tensor):
         overload = getattr(overload.overloadpacket, "tensor_lr")
+    for step in state_steps:
+        step.add_(1)
+    with torch._C.DisableTorchFunction():
+        _fused_nodes(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, overload, {"lr": lr, **kwargs})
+
+
+def _fused_nodes(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    max_exp_avg_sqs: list[torch.Tensor],
+    state_steps: list[torch.Tensor],
+    overload: Any,
+    kwargs: dict[str, Any],
+) -> None:
     tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
 
     def proxy(value: Any) -> Any:
@@ -223,14 +235,9 @@ def _fused_adam_per_parameter(
         return tracer.unwrap_proxy(value)
 
     for i, p in enumerate(params):
-        state_steps[i].add_(1)
-        lists = [[p], [grads[i]], [exp_avgs[i]], [exp_avg_sqs[i]], [max_exp_avg_sqs[i]] if options["amsgrad"] else []]
-        node = tracer.create_proxy(
-            "call_function",
-            overload,
-            ([*[[proxy(t) for t in ts] for ts in lists], [proxy(state_steps[i])]])[:6],
-            {k: proxy(v) for k, v in {"lr": lr, **kwargs}.items()},
-        )
+        lists = [[p], [grads[i]], [exp_avgs[i]], [exp_avg_sqs[i]], [max_exp_avg_sqs[i]] if kwargs["amsgrad"] else []]
+        args = (*([proxy(t) for t in ts] for ts in lists), [proxy(state_steps[i])])
+        node = tracer.create_proxy("call_function", overload, args, {k: proxy(v) for k, v in kwargs.items()})
         outs = tuple([fake_like(t) for t in ts] for ts in lists)
         track_tensor_tree(outs, node, constant=None, tracer=tracer)
         for ts, new in zip(lists, outs, strict=True):

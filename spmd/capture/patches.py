@@ -11,6 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint as checkpoint
 from torch.optim.lr_scheduler import LRScheduler
 
+from spmd._torch import get_mkldnn_enabled, set_mkldnn_enabled
 from spmd.capture.provenance import Tracker
 from spmd.capture.random import eager_dropout
 from spmd.errors import CaptureError, Offence, SideEffectError
@@ -24,7 +25,7 @@ def patched(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(_dropout())
         stack.enter_context(_no_dist(tracker))
         stack.enter_context(_no_scheduler(tracker))
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # its LSTM needs a workspace that fakes don't have
+        stack.enter_context(_no_mkldnn())
         yield
 
 
@@ -39,6 +40,17 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     finally:
         for k, v in before.items():
             setattr(owner, k, v)
+
+
+@contextmanager
+def _no_mkldnn() -> Iterator[None]:
+    """mkldnn's LSTM needs a workspace that fakes don't have."""
+    before = get_mkldnn_enabled()
+    set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        set_mkldnn_enabled(before)
 
 
 @contextmanager

@@ -37,4 +37,5 @@ class Capture:
     guards: Guards
     out_spec: TreeSpec  # structure of the user's return value: its leaves are the USER outputs, in order
     init: StepGraph | None = None  # makes the optimizer state that doesn't exist yet, from parameters and hyper-parameters
+    cleared: tuple[str, ...] = ()  # parameters whose .grad is None after the step, whatever it was before
     seconds: dict[str, float] = field(default_factory=dict)  # time per stage, for the progress display

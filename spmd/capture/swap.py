@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from spmd._torch import FakeTensor, FunctionalTensor
+from spmd._torch import BackwardCFunction, FakeTensor, FunctionalTensor, function_modes, without_top_function_mode
 from spmd.capture.gradients import GradientWatch
 from spmd.capture.objects import Objects, successor
+from spmd.capture.patches import replaced
 from spmd.errors import CaptureError, Offence
 
 
@@ -40,7 +42,8 @@ class Substitution(TorchFunctionMode):
     """Sees every torch call of the step that Python makes.
 
     Replaces real tensors, which the swap couldn't reach, by traced ones; turns `p.data = x` into a copy; tells `watch` of reads and
-    writes of `.grad`; keeps itself switched on inside backward, so that hooks and custom functions are seen too.
+    writes of `.grad`. It's off while autograd runs, whose Python internals aren't the user's calls, but on again in hooks and in the
+    backward of custom functions.
     """
 
     def __init__(self, lookup: Callable[[torch.Tensor], torch.Tensor], watch: GradientWatch, known: set[int]) -> None:
@@ -57,13 +60,33 @@ class Substitution(TorchFunctionMode):
             return self._grad(func, args)
         if owner is torch.Tensor.data and func.__name__ == "__set__" and id(args[0]) in self.known:  # type: ignore[comparison-overlap]
             return _assign_data(*args)
-        if func is torch.Tensor.backward:
-            tensor, rest = args[0], dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False))
-            rest.update(kwargs)
-            gradient = rest.pop("gradient", None)
-            with self:
-                return torch.autograd.backward(tensor, gradient, **{k: v for k, v in rest.items() if v is not None})
+        if func is torch.Tensor.register_hook:
+            args = (args[0], self.inside(args[1]), *args[2:])
         return func(*args, **kwargs)
+
+    def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with this mode on."""
+
+        @functools.wraps(function, updated=())
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """The mode is on in the step's own Python code."""
+        engine, custom = torch.autograd._engine_run_backward, BackwardCFunction.apply
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if not function_modes():
+                return engine(*args, **kwargs)
+            with without_top_function_mode():
+                return engine(*args, **kwargs)
+
+        with replaced(torch.autograd, _engine_run_backward=run_backward), replaced(BackwardCFunction, apply=self.inside(custom)), self:
+            yield
 
     def _replace(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

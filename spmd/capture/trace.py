@@ -138,9 +138,9 @@ class Trace:
             for trace in self.optimizers:
                 stack.enter_context(trace.installed(swap, states))
             self._put_numbers(hypers, stack)
-            stack.enter_context(self._hooks())
+            stack.enter_context(self._hooks(substitution))
             self.effects.groups_before()
-            with substitution:
+            with substitution.everywhere():
                 args, kwargs = self.arguments.rebuild(leaves)
                 result = self.fn(*args, **kwargs)
             self.effects.groups_after()
@@ -215,17 +215,17 @@ class Trace:
         return entry.traced
 
     @contextmanager
-    def _hooks(self) -> Iterator[None]:
+    def _hooks(self, substitution: Substitution) -> Iterator[None]:
         """The user's tensor hooks, and our own that marks gradients."""
         with ExitStack() as stack:
             for e in self.entries:
                 if not e.is_tensor or not e.traced.requires_grad or e.input.role is not Role.PARAMETER:
                     continue
                 for hook in (e.value._backward_hooks or {}).values():
-                    stack.callback(e.traced.register_hook(hook).remove)
+                    stack.callback(e.traced.register_hook(substitution.inside(hook)).remove)
                 stack.callback(e.traced.register_post_accumulate_grad_hook(self._accumulated).remove)
                 for hook in (e.value._post_accumulate_grad_hooks or {}).values():
-                    stack.callback(e.traced.register_post_accumulate_grad_hook(hook).remove)
+                    stack.callback(e.traced.register_post_accumulate_grad_hook(substitution.inside(hook)).remove)
             yield
 
     def _accumulated(self, parameter: torch.Tensor) -> None:

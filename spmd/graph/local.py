@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 from torch.fx.node import has_side_effect
 
 from spmd.graph.provenance import Source
 from spmd.graph.step import StepGraph
-from spmd.sharding.layout import Layout
 
-Layouts = tuple[Layout, ...]  # one a mesh axis, in mesh order
+if TYPE_CHECKING:
+    from spmd.sharding.layout import Layout
+
+Layouts = tuple["Layout", ...]  # one a mesh axis, in mesh order
 
 
 @dataclass(frozen=True)

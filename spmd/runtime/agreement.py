@@ -1,4 +1,5 @@
-"""Agreement: what ranks must hold in common is compared over the CPU side group (contract C4). A difference is an error everywhere, not a hang."""
+"""Agreement: what ranks must have in common is compared over the CPU side group (contract C4), so that a difference
+is an error on every rank and not a hang."""
 
 from __future__ import annotations
 
@@ -110,10 +111,16 @@ class Agreement:
             raise error
         failed = [f"{_ranks([r])}: {text}" for r, (text, _) in enumerate(answers) if text is not None]
         if failed:
-            raise AgreementError(Offence(text, remedy="this rank is fine; it stops because the step runs on all ranks or none") for text in failed)
+            raise AgreementError(
+                Offence(text, remedy="this rank is fine; it stops because the step runs on all ranks or none")
+                for text in failed
+            )
         sides = _sides([k for _, k in answers])
         if len(sides) > 1:
-            raise AgreementError(Offence(f"{_ranks(ranks)}: {text}", remedy="make these equal on all ranks" if i == 0 else "") for i, (text, ranks) in enumerate(sides))
+            raise AgreementError(
+                Offence(f"{_ranks(ranks)}: {text}", remedy="make these equal on all ranks" if i == 0 else "")
+                for i, (text, ranks) in enumerate(sides)
+            )
 
     def same_program(self, lines: Sequence[str]) -> None:
         """Compare programs, one line a node.
@@ -130,12 +137,17 @@ class Agreement:
             equal = self.begin([prefixes[middle - 1] if middle <= len(prefixes) else 0]).wait().agreed()
             low, high = (middle, high) if equal else (low, middle)
         sides = _sides(self.objects(lines[low] if low < len(lines) else "the program ends here"))
-        what = [f"the ranks' programs differ first at node {low}:", *(f"        {_ranks(ranks)}: {text}" for text, ranks in sides)]
-        remedy = "a branch or a size that depends on the rank can't be in the step; pass it as an argument that is equal on all ranks"
+        what = [
+            f"the ranks' programs differ first at node {low}:",
+            *(f"        {_ranks(ranks)}: {text}" for text, ranks in sides),
+        ]
+        remedy = (
+            "a branch or size that depends on the rank can't be in the step; pass it as an argument, equal on all ranks"
+        )
         raise AgreementError(Offence("\n".join(what), remedy=remedy))
 
     def same_state(self, tensors: Iterable[tuple[str, torch.Tensor]], sync: Sync = "broadcast") -> list[str]:
-        """Compare whole tensors (initial parameters, buffers and states); where ranks differ the first rank's are given to all, in place.
+        """Compare whole tensors (initial parameters, buffers, states). Where ranks differ all get the first rank's.
 
         Returns the names of those that differed; the first rank warns of them.
 
@@ -148,13 +160,23 @@ class Agreement:
         if not different:
             return []
         first, count = different[0][0], len(different)
-        what = f"{first} starts with other values on some ranks" + (f", and so do {count - 1} more tensors" if count > 1 else "")
+        what = f"{first} starts with other values on some ranks" + (
+            f", and so do {count - 1} more tensors" if count > 1 else ""
+        )
         if sync == "error":
-            raise AgreementError(Offence(what, fqn=first, remedy='seed every rank alike before building the model, or let spmd.compile(sync="broadcast") send those of rank 0'))
+            raise AgreementError(
+                Offence(
+                    what,
+                    fqn=first,
+                    remedy='seed every rank alike before building the model; sync="broadcast" sends those of rank 0',
+                )
+            )
         for _, tensor in different:
             self.broadcast(tensor)
         if self.world.rank == 0:
-            warnings.warn(f"spmd: {what}; all ranks got those of rank 0. Seed every rank alike to avoid it.", stacklevel=2)
+            warnings.warn(
+                f"spmd: {what}; all ranks got those of rank 0. Seed every rank alike to avoid it.", stacklevel=2
+            )
         return [name for name, _ in different]
 
     def same_inputs(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -168,11 +190,13 @@ class Agreement:
         wrong = [name for (name, _), low, high in zip(named, votes.low, votes.high, strict=True) if low != high]
         if wrong:
             remedy = "pass equal values on all ranks, or take it off replicated_inputs if each rank passes its share"
-            raise AgreementError(Offence("a replicated input has other values on some ranks", fqn=name, remedy=remedy) for name in wrong)
+            raise AgreementError(
+                Offence("a replicated input has other values on some ranks", fqn=name, remedy=remedy) for name in wrong
+            )
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with the first rank's: along one mesh axis after the other, as bytes over the data groups."""
+        """Overwrite `tensor` with the first rank's: along one mesh axis after the other, as bytes."""
         dense = tensor.detach().contiguous()
         flat = dense.reshape(-1).view(torch.uint8)
         for axis, ranks in enumerate(self.world.shape):

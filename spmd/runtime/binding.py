@@ -22,7 +22,7 @@ from spmd.sharding.layout import R
 
 
 def placed(tensor: torch.Tensor) -> Layouts | None:
-    """The layouts that a tensor has already: managed by an earlier function, or a DTensor of the user's. None for a plain one.
+    """The layouts that a tensor has already, from an earlier function or as a DTensor of the user's. None: it's plain.
 
     Raises:
         PlacementError: the user's DTensor is placed in a way that can't be kept.
@@ -37,20 +37,24 @@ def placed(tensor: torch.Tensor) -> Layouts | None:
 class Binding:
     """The storages of one captured step, and their places in modules and optimizers.
 
-    `storages` maps names of inputs (parameters, buffers, states) to storages; `slot.tensor` of each is the managed tensor.
+    `storages` has one for each stored input, by its name; `slot.tensor` of each is the managed tensor.
     """
 
     def __init__(self, capture: Capture, layouts: Sequence[Layouts | None], world: World) -> None:
         """`layouts` has an entry for each input of the step.
 
         Raises:
-            StateError: a tensor is on another device than the mesh, or placed otherwise by an earlier function. Nothing is changed then.
+            StateError: a tensor is on another device than the mesh, or placed otherwise already. Nothing is changed.
             PlacementError: a layout has no torch placement.
         """
         self.capture, self.world = capture, world
         self.storages: dict[str, Storage] = {}
         self.ties = {name: OptimizerTies.of(o, world) for name, o in capture.optimizers.items()}
-        wanted = [(slot, lay) for slot, lay in zip(capture.slots, layouts, strict=True) if slot.input.role in STORED and lay is not None]
+        wanted = [
+            (slot, lay)
+            for slot, lay in zip(capture.slots, layouts, strict=True)
+            if slot.input.role in STORED and lay is not None
+        ]
         _check(wanted, world)
         for slot, lay in wanted:
             if slot.input.role is not Role.STATE:
@@ -72,7 +76,7 @@ class Binding:
         return storage
 
     def _rest(self) -> None:
-        """Tensors of the modules that the step doesn't read are whole on every rank; then every place gets its managed tensor."""
+        """Tensors that the step doesn't read are whole on every rank. Then every place gets its managed tensor."""
         whole = (R,) * len(self.world.shape)
         for root, module in self.capture.modules.items():
             for prefix, sub in module.named_modules():
@@ -93,7 +97,13 @@ class Binding:
         slot.tensor = self.storages[spec.name].tensor
 
     def add_state(self, name: str, local: torch.Tensor, layouts: Layouts, like: torch.Tensor) -> Storage:
-        """Put a state that a graph has made, whole like the fake tensor `like`, into its optimizer. `local` is this rank's part."""
+        """Put a state that a graph has made into its optimizer: this rank's part of one that is whole like `like`.
+
+        One that exists already stays as it is.
+        """
+        known = self.storages.get(name)
+        if known is not None:  # a program for another batch size has made it
+            return known
         root, owner, key = self._state_place(name)
         storage = self.ties[root].create(self.parameter(owner), key, name, local, layouts, like)
         self.storages[name] = storage
@@ -149,9 +159,9 @@ class Binding:
         self._tensors = [s for name, s in self.storages.items() if roles.get(name) in (Role.PARAMETER, Role.BUFFER)]
 
     def check(self) -> bool:
-        """Whether every managed tensor is in its place; values put there by load_state_dict or assignment are taken into the buffers first.
+        """Whether every managed tensor is in its place, once values that were put there instead are in the buffers.
 
-        False if something no longer fits its buffer (another shape or dtype): the step must be captured anew. About 10 us per 100 tensors.
+        False if something no longer fits its buffer (another shape or dtype): the step must be captured anew.
 
         Raises:
             StaleError: called inside `with spmd.gathered(...)`.
@@ -171,8 +181,14 @@ class Binding:
     def _adopt(self, place: dict[str, Any], key: str, storage: Storage) -> bool:
         """Something else stands where `storage.tensor` stood."""
         value = place.get(key)
-        if getattr(value, "_spmd_lent", False):
-            raise StaleError(Offence("a compiled step was called inside `with spmd.gathered(...)`", fqn=storage.name, remedy="leave the block first"))
+        if getattr(value, hooks.LENT, False):
+            raise StaleError(
+                Offence(
+                    "a compiled step was called inside `with spmd.gathered(...)`",
+                    fqn=storage.name,
+                    remedy="leave the block first",
+                )
+            )
         if not isinstance(value, torch.Tensor) or not storage.fits(value):
             return False
         storage.load(value.detach())
@@ -194,7 +210,7 @@ class Binding:
 
 
 def take_over(name: str, tensor: torch.Tensor, layouts: Layouts, world: World) -> Storage:
-    """The storage of a parameter or buffer: the one it has, one under the user's DTensor, or a new one that retires the tensor."""
+    """The storage of a parameter or buffer: the one it has, one under the user's DTensor, or one that replaces it."""
     tensor = successor(tensor)
     known = Storage.under(tensor)
     if known is not None:
@@ -218,7 +234,7 @@ def _carry(old: torch.Tensor, storage: Storage) -> None:
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks  # the same dict, so that the user's handles still remove them
     if getattr(old, "_post_accumulate_grad_hooks", None):
-        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
     if old.grad is not None:
         new.grad = Storage.of(storage.name, old.grad, storage.layouts, storage.world).tensor
 
@@ -235,7 +251,13 @@ def _check(wanted: Sequence[tuple[Slot, Layouts]], world: World) -> None:
         except SpmdError as error:
             offences.extend(error.offences)
         if slot.input.role is not Role.STATE and tensor.device != world.device:
-            offences.append(Offence(f"it's on {tensor.device}, the mesh on {world.device}", fqn=name, remedy=f'move the model first: model.to("{world.device}")'))
+            offences.append(
+                Offence(
+                    f"it's on {tensor.device}, the mesh on {world.device}",
+                    fqn=name,
+                    remedy=f'move the model first: model.to("{world.device}")',
+                )
+            )
         offences.extend(_conflict(slot, tensor, layouts))
     if offences:
         raise StateError(offences)
@@ -249,5 +271,10 @@ def _conflict(slot: Slot, tensor: torch.Tensor, layouts: Layouts) -> list[Offenc
     if now is None or now == layouts:
         return []
     has, asks = (", ".join(map(str, x)) for x in (now, layouts))
-    return [Offence(f"it lies as {has} already, this function asks for {asks}", fqn=slot.input.name, remedy="use the same parallel mode for all functions that share it")]
-
+    return [
+        Offence(
+            f"it lies as {has} already, this function asks for {asks}",
+            fqn=slot.input.name,
+            remedy="use the same parallel mode for all functions that share it",
+        )
+    ]

@@ -30,7 +30,7 @@ def prefix_digests(lines: Iterable[str]) -> Iterator[int]:
 
 @torch.no_grad()
 def tensor_digest(x: torch.Tensor) -> int:
-    """Digest of a tensor's shape, type and bits, the same on every device. -0.0 and 0.0 differ, equal NaN patterns don't.
+    """Digest of a tensor's shape, type and bits, the same on every device. -0.0 and 0.0 differ, equal NaNs don't.
 
     Bits are summed modulo 2^64, each word times an odd number of its position: a change in any one word always shows.
     """

@@ -1,4 +1,4 @@
-"""Executor: runs a local graph as generated Python. Storage is bound once; a call fills in the batch, the numbers and the live gradients."""
+"""Executor: runs a local graph as generated Python. Storage is bound once; a call fills in the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Executor:
     """
 
     def __init__(self, local: LocalGraph, binding: Binding, out_spec: pytree.TreeSpec | None = None) -> None:
-        """`out_spec` is the structure of the user's return value; without one a call returns None."""
+        """`out_spec` is the structure of the user's return value; None for a program that makes state."""
         self.local, self.binding, self.out_spec = local, binding, out_spec
         self.run = local.module.forward
         self.takes_settle = any(n.target == "settle" for n in local.graph.find_nodes(op="placeholder"))
@@ -40,10 +40,11 @@ class Executor:
                 self.arguments.append(binding.storages[spec.name].buffer)
             else:
                 self.arguments.append(None)
-                self.fills.append((len(self.arguments) - 1, self._fill(spec, slots.get(spec.name), node.meta["val"], layouts)))
+                self.fills.append(
+                    (len(self.arguments) - 1, self._fill(spec, slots.get(spec.name), node.meta["val"], layouts))
+                )
         self.outputs = tuple(zip(local.step.outputs, local.step.results, local.outputs, strict=True))
-        kept = {owner_of(out, local.step.inputs) for out in local.step.outputs if out.role is Role.GRADIENT}
-        self.spent = [x.owner for x in local.step.inputs if x.role is Role.GRADIENT and x.owner not in kept]
+        self.cleared = binding.capture.cleared if out_spec is not None else ()
 
     def __call__(self, leaves: Sequence[Any] = (), settle: Callable[[], None] | None = None) -> Any:
         """Run one step on this rank.
@@ -90,13 +91,14 @@ class Executor:
         return _local_of(leaf, layouts, self.binding)
 
     def _check(self, arguments: Sequence[Any]) -> None:
+        world = self.binding.world
         wrong = [(arguments[i], shape, name) for i, shape, name in self.checks if arguments[i].shape != shape]
         if wrong:
             raise InputError(
                 Offence(
-                    f"it has shape {tuple(x.shape)}, this program takes {tuple(shape)} on rank {self.binding.world.rank} of {self.binding.world.size}",
+                    f"its shape is {tuple(x.shape)}, not {tuple(shape)} as for rank {world.rank} of {world.size}",
                     fqn=name,
-                    remedy="pass each rank its own share of the batch; shares are cut as torch.chunk cuts the whole batch",
+                    remedy="pass each rank its own share of the batch, cut as torch.chunk cuts the whole",
                 )
                 for x, shape, name in wrong
             )
@@ -104,7 +106,7 @@ class Executor:
     # ------------------------------------------------------------------------------------------------- outputs
 
     def _deliver(self, results: Sequence[Any]) -> Any:
-        """Put results where they belong: gradients and new states with the user's objects, the rest into the return value."""
+        """Put gradients and new states where they belong; what the user returns is the return value."""
         binding, inputs = self.binding, self.local.step.inputs
         returned: list[Any] = []
         for (out, node, layouts), value in zip(self.outputs, results, strict=True):
@@ -114,7 +116,7 @@ class Executor:
                 binding.add_state(out.name, value, layouts or (), node.meta["val"])
             elif out.role is Role.USER:
                 returned.append((out, value))
-        for owner in self.spent:
+        for owner in self.cleared:
             binding.set_gradient(owner, None)
         if self.out_spec is None:
             return None
@@ -142,7 +144,13 @@ def owner_of(out: Output, inputs: Sequence[Input]) -> str:
 def _local_of(leaf: int, layouts: Layouts, binding: Binding) -> Fill:
     def local(leaves: Sequence[Any]) -> Any:
         value = leaves[leaf]
-        return part(value, layouts, binding.world) if isinstance(value, DTensor) else value.detach() if value.requires_grad else value
+        return (
+            part(value, layouts, binding.world)
+            if isinstance(value, DTensor)
+            else value.detach()
+            if value.requires_grad
+            else value
+        )
 
     return local
 
@@ -159,6 +167,6 @@ def _number(read: Fill, val: Any) -> Fill:
             return value.detach()
         if last[1] is None or value != last[0]:
             last[:] = value, torch.tensor(value, dtype=val.dtype, device=val.device)
-        return last[1]  # type: ignore[no-any-return]
+        return last[1]
 
     return tensor

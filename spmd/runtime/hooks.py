@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from spmd.errors import Offence, StaleError
 from spmd.runtime.storage import Storage
 
+LENT = "_spmd_lent"  # attribute of tensors that `gathered` lends
+
 
 def watch(module: nn.Module) -> None:
     """Hook a module that holds sharded tensors itself; a second call does nothing."""
@@ -24,14 +26,9 @@ def watch(module: nn.Module) -> None:
         module.register_load_state_dict_pre_hook(reshard_on_load)
 
 
-def is_own(hook: Any) -> bool:
-    """Whether a module hook is spmd's: guards pass over it."""
-    return getattr(hook, "hook", hook) in (refuse_eager_call, reshard_on_load)
-
-
 def held(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """(dict, key, tensor) of the parameters and buffers that `module` holds itself."""
-    places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    places: list[dict[str, Any]] = [module._parameters, module._buffers]
     for place in places:
         for name, tensor in place.items():
             if tensor is not None:
@@ -45,22 +42,28 @@ def refuse_eager_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         StaleError: naming the two ways to run the model. DTensor inputs, and fake parameters while tracing, pass.
     """
     sharded = [name for _, name, tensor in held(module) if isinstance(tensor, DTensor)]
-    if not sharded or not any(isinstance(x, torch.Tensor) and not isinstance(x, DTensor) for x in pytree.tree_leaves((args, kwargs))):
+    if not sharded or not any(
+        isinstance(x, torch.Tensor) and not isinstance(x, DTensor) for x in pytree.tree_leaves((args, kwargs))
+    ):
         return
+    names = ", ".join(sharded)
     raise StaleError(
         Offence(
-            f"{type(module).__name__} was called eagerly on a plain tensor, but its {', '.join(sharded)} lie as DTensors on the ranks",
-            remedy="call it in a function compiled with spmd.compile (an eval step shares the parameters), or inside `with spmd.gathered(model):`",
+            f"{type(module).__name__} was called eagerly on a plain tensor; its {names} lie as DTensors on the ranks",
+            remedy="call it in a function compiled with spmd.compile (an eval step shares the parameters), "
+            "or inside `with spmd.gathered(model):`",
         )
     )
 
 
 @torch.no_grad()
-def reshard_on_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
-    """load_state_dict pre-hook: values go into the persistent buffers, whether plain or DTensors, with `assign=True` or without.
+def reshard_on_load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+) -> None:
+    """load_state_dict pre-hook: values go into the buffers, plain or DTensors, with `assign=True` or without.
 
-    What torch then copies or assigns is the managed tensor itself. Where the buffer doesn't fit (another dtype with `assign=True`) the value
-    is placed like the tensor that it replaces, and the next compiled call takes it in.
+    What torch then copies or assigns is the managed tensor itself. Where the buffer doesn't fit (another dtype with
+    `assign=True`) the value is placed like the tensor that it replaces, and the next compiled call takes it in.
     """
     assign = local_metadata.get("assign_to_params_buffers", False)
     for _, name, tensor in held(module):
@@ -68,7 +71,7 @@ def reshard_on_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         if not isinstance(tensor, DTensor) or not isinstance(value, torch.Tensor):
             continue
         if tensor.dim() == 0 and value.shape == (1,):
-            value = value[0]  # as torch does for checkpoints of 0.3
+            value = value.squeeze(0)  # as torch does for checkpoints of 0.3
         if value.shape != tensor.shape:
             continue  # torch says so
         storage = Storage.under(tensor)
@@ -82,3 +85,6 @@ def reshard_on_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 def placed_like(tensor: DTensor, whole: torch.Tensor) -> DTensor:
     """This rank's part of `whole` as a DTensor placed like `tensor`. No communication."""
     return distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+refuse_eager_call._spmd = True  # type: ignore[attr-defined]  # guards on hooks pass over it

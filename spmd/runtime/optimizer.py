@@ -1,4 +1,4 @@
-"""OptimizerTies: keeps an optimizer's param_groups and state the same objects, with managed tensors in them, whatever is loaded into it."""
+"""OptimizerTies: an optimizer's param_groups and state stay the same objects, holding managed tensors."""
 
 from __future__ import annotations
 
@@ -33,15 +33,21 @@ class OptimizerTies:
         if ties is None:
             ties = cls(optimizer, world)
             setattr(optimizer, _TIES, ties)
-        return ties  # type: ignore[no-any-return]
+        return ties
 
     def follow(self) -> None:
         """Put the successors of retired parameters into the groups and the keys of the state, in place and in order."""
-        self.groups, self.group_list = list(self.optimizer.param_groups), self.optimizer.param_groups  # add_param_group may have been called
+        self.groups, self.group_list = (
+            list(self.optimizer.param_groups),
+            self.optimizer.param_groups,
+        )  # add_param_group may have been called
         for group in self.groups:
             group["params"][:] = map(successor, group["params"])
         if any(successor(p) is not p for p in self.state if isinstance(p, torch.Tensor)):
-            _refill(self.state, {successor(p) if isinstance(p, torch.Tensor) else p: values for p, values in self.state.items()})
+            _refill(
+                self.state,
+                {successor(p) if isinstance(p, torch.Tensor) else p: values for p, values in self.state.items()},
+            )
 
     def manage(self, owner: torch.Tensor, key: str, name: str, layouts: Layouts) -> Storage:
         """The storage of a state that exists already."""
@@ -56,10 +62,17 @@ class OptimizerTies:
             storage = Storage.of(name, value, layouts, self.world)
         return self._keep(owner, key, storage)
 
-    def create(self, owner: torch.Tensor, key: str, name: str, local: torch.Tensor, layouts: Layouts, like: torch.Tensor) -> Storage:
+    def create(
+        self, owner: torch.Tensor, key: str, name: str, local: torch.Tensor, layouts: Layouts, like: torch.Tensor
+    ) -> Storage:
         """The storage of a new state, whole as `like`, of which `local` is this rank's part."""
         known = self.known(owner, key)
-        if known is not None and known.layouts == layouts and known.shape == like.shape and known.buffer.dtype == local.dtype:
+        if (
+            known is not None
+            and known.layouts == layouts
+            and known.shape == like.shape
+            and known.buffer.dtype == local.dtype
+        ):
             with torch.no_grad():
                 known.local.copy_(local)
             storage = known
@@ -92,7 +105,7 @@ class OptimizerTies:
         return True
 
     def adopt(self) -> None:
-        """After load_state_dict or the like: the loaded values go into the buffers, the loaded hyper-parameters into the old group dicts."""
+        """After load_state_dict or the like: values go into the buffers, numbers into the old group dicts."""
         optimizer = self.optimizer
         if optimizer.param_groups is not self.group_list and len(optimizer.param_groups) == len(self.groups):
             for old, new in zip(self.groups, optimizer.param_groups, strict=True):
@@ -132,7 +145,9 @@ def _refill(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _stays_plain(key: str, owner: torch.Tensor, value: torch.Tensor, world: World) -> bool:
-    """Counters such as `step` are plain tensors, as in FSDP2: they may lie on the CPU, and optimizers call `.item()` on them."""
+    """Counters such as `step` are plain tensors, as in FSDP2: they may lie on the CPU, and `.item()` reads them."""
     if isinstance(value, DTensor):
         return False
-    return world.mesh is None or value.device != world.device or (value.dim() == 0 and (owner.dim() > 0 or key == "step"))
+    return (
+        world.mesh is None or value.device != world.device or (value.dim() == 0 and (owner.dim() > 0 or key == "step"))
+    )

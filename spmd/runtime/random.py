@@ -1,10 +1,11 @@
-"""Draws: which generator state a step draws from, so that all ranks draw the numbers of eager on one device (contract C5, default form).
+"""Draws: which generator state a step draws from, so that all ranks draw the numbers of eager (contract C5).
 
-Without a seed these are the numbers that the first rank's default generators would give. Where the ranks' generators are in one state the step
-simply draws from them. Where they aren't, the others run it from the first rank's state, and get their own state back afterwards. What they ran
-from is remembered as a shadow: as long as it keeps up with the first rank's generator nothing needs to be sent.
+Without a seed these are the numbers that the first rank's default generators would give. Where the ranks' generators
+are in one state the step draws from them. Where they aren't, the others run it from the first rank's state, and get
+their own back afterwards. What they ran from is remembered as a shadow: as long as it keeps up with the first rank's
+generator nothing needs to be sent.
 
-With a seed the step has a generator state of its own, which advances from call to call; the user's generators stay as they are.
+With a seed the step has a generator state of its own, which advances from call to call; the user's stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ State = tuple[torch.Tensor, ...]  # one uint8 state a device type
 class Draws:
     """The random state of one compiled function.
 
-    In each call: add `ballot()` to the vote, run the program within `around()`, call `settle(votes)` in it before the first number is drawn.
+    In each call: add `ballot()` to the vote, run the program within `around()`, and in it call `settle(votes)` before
+    the first number is drawn.
     """
 
     size = 2  # values in a ballot
@@ -62,7 +64,7 @@ class Draws:
             self.own = None
 
     def settle(self, votes: Votes) -> None:
-        """Install the agreed state. `votes` are those of the ballot. Collective if the first rank's state must be sent."""
+        """Install the agreed state. `votes` are of the ballot. Collective if the first rank's state must be sent."""
         if self.seeded:
             self._install()
         elif votes.agreed(0, 1):
@@ -85,7 +87,10 @@ class Draws:
             self.shadow = first
 
     def _read(self) -> State:
-        return tuple(torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state() for kind in self.kinds)
+        return tuple(
+            torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state()
+            for kind in self.kinds
+        )
 
     def _write(self, state: State) -> None:
         for kind, value in zip(self.kinds, state, strict=True):
@@ -107,5 +112,5 @@ def _digest(state: State | None) -> int:
     assert state is not None
     digest = hashlib.blake2b(digest_size=8)
     for part in state:
-        digest.update(part.numpy())
+        digest.update(part.numpy().data)
     return int.from_bytes(digest.digest(), "little") >> (64 - BITS)

@@ -1,4 +1,4 @@
-"""Stale: what becomes of a parameter or buffer whose values have moved into a DTensor. It frees its memory and raises when used."""
+"""Stale: what becomes of a parameter or buffer whose values have moved into a DTensor. It raises when used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd.errors import Offence, StaleError
 
 
 class Stale:
-    """Mixin of the classes that retired tensors get. `_spmd_successor` leads to the tensor that holds the values now."""
+    """Mixin of the classes that retired tensors get. `_spmd_successor` is the tensor that holds the values now."""
 
     _spmd_fqn: str
     _spmd_successor: torch.Tensor
@@ -33,7 +33,7 @@ def stale(fqn: str) -> Offence:
     return Offence(
         "a tensor from before compilation was used; the model holds a DTensor in its place",
         fqn=fqn,
-        remedy="read it from the model again (model.get_parameter(...)), or whole ones inside `with spmd.gathered(model):`",
+        remedy="take it from the model (model.get_parameter(...)), or a whole one inside `with spmd.gathered(model):`",
     )
 
 

@@ -1,7 +1,7 @@
-"""Storage: one stored tensor. A persistent buffer, padded to the common chunk and updated in place, under the user's DTensor.
+"""Storage: one stored tensor. A persistent buffer, padded to the common chunk, under the user's DTensor.
 
-Vocabulary: the *whole* is the global tensor; the *buffer* this rank's memory, of one shape on all ranks; the *local* the buffer's real part,
-which is the DTensor's local tensor. Padding starts as zeros and nobody writes to it.
+Vocabulary: the *whole* is the global tensor; the *buffer* this rank's memory, of one shape on all ranks; the *local*
+the buffer's real part, which is the DTensor's local tensor. Padding starts as zeros and nobody writes to it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from spmd import _torch
@@ -24,7 +23,7 @@ from spmd.sharding.layout import Layout, R, Replicated, Sharded, bounds, local_s
 
 
 class Storage:
-    """A tensor at rest. `tensor` is what the user holds: a DTensor on a mesh, the user's own tensor where there is none.
+    """A tensor at rest. `tensor` is what the user holds: a DTensor on a mesh, without one the user's own tensor.
 
     Attributes:
         buffer: padded memory, bound once into the compiled programs.
@@ -33,9 +32,16 @@ class Storage:
     """
 
     def __init__(
-        self, name: str, world: World, layouts: Layouts, shape: Sequence[int], stride: Sequence[int], buffer: torch.Tensor, own: torch.Tensor | None
+        self,
+        name: str,
+        world: World,
+        layouts: Layouts,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        buffer: torch.Tensor,
+        own: torch.Tensor | None,
     ) -> None:
-        """`own` is the object to keep: the user's tensor without a mesh, or a DTensor whose local tensor is replaced."""
+        """`own` is the object to keep: the user's tensor without a mesh, or a DTensor that gets a new local tensor."""
         self.name, self.layouts, self.shape, self.stride = name, layouts, torch.Size(shape), tuple(stride)
         self.world, self.buffer = world, buffer
         self.mesh = world.mesh if own is None or isinstance(own, DTensor) else None
@@ -54,14 +60,20 @@ class Storage:
 
     @classmethod
     def of(cls, name: str, source: torch.Tensor, layouts: Layouts, world: World) -> Storage:
-        """Storage with the values of `source`: whole, or a DTensor of any placement (then collective unless placed by `layouts`).
+        """Storage with the values of `source`: whole, or a DTensor (collective unless that is placed by `layouts`).
 
-        A whole parameter becomes a new nn.Parameter holding a DTensor; memory of a replicated one is taken over, not copied.
+        A whole parameter becomes a new nn.Parameter holding a DTensor. Memory of a replicated one is taken over.
         """
         if world.mesh is None:
             return cls.plain(name, source, world)
         shape, stride = source.shape, _true_stride(source)
-        if not isinstance(source, DTensor) and all(isinstance(x, Replicated) for x in layouts) and source.device == world.device and _dense(source):
+        placements_of(name, layouts, shape, world)  # raises before anything is allocated
+        if (
+            not isinstance(source, DTensor)
+            and all(isinstance(x, Replicated) for x in layouts)
+            and source.device == world.device
+            and _dense(source)
+        ):
             buffer = source.detach()
         else:
             buffer = _allocate(shape, stride, layouts, world, source.dtype)
@@ -76,7 +88,7 @@ class Storage:
 
     @classmethod
     def adopt(cls, name: str, own: DTensor, layouts: Layouts, world: World) -> Storage:
-        """Storage under a DTensor of the user's, which stays the same object and gets a local tensor within a padded buffer."""
+        """Storage under a user's DTensor, which stays the same object with its local tensor in a padded buffer."""
         stride = tuple(own.stride())
         buffer = _allocate(own.shape, stride, layouts, world, own.dtype)
         _real_part(buffer, own.shape, layouts, world).copy_(part(own.detach(), layouts, world))
@@ -84,11 +96,13 @@ class Storage:
 
     @classmethod
     def plain(cls, name: str, own: torch.Tensor, world: World) -> Storage:
-        """Storage that is the user's own tensor, the same on every rank: without a mesh, and for counters such as `step`."""
+        """Storage that is the user's own tensor, whole on every rank: without a mesh, or for counters like `step`."""
         return cls(name, world, (R,) * len(world.shape), own.shape, own.stride(), own.detach(), own)
 
     @classmethod
-    def from_local(cls, name: str, local: torch.Tensor, layouts: Layouts, shape: Sequence[int], stride: Sequence[int], world: World) -> Storage:
+    def from_local(
+        cls, name: str, local: torch.Tensor, layouts: Layouts, shape: Sequence[int], stride: Sequence[int], world: World
+    ) -> Storage:
         """Storage of a new tensor of which `local` is this rank's part."""
         if world.mesh is None:
             return cls.plain(name, local, world)
@@ -98,20 +112,22 @@ class Storage:
 
     def like(self, local: torch.Tensor) -> DTensor:
         """A DTensor placed like this one over another local tensor of the same shape and stride order."""
-        return DTensor(local, self.spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(local, self.spec, requires_grad=False)
 
     # ------------------------------------------------------------------------------------------------- values
 
     @torch.no_grad()
     def load(self, value: torch.Tensor) -> None:
-        """Copy in this rank's part of a whole tensor or of a DTensor of any placement (collective if placed otherwise). Casts."""
+        """Copy in this rank's part of a whole tensor or DTensor (collective if that is placed otherwise). Casts."""
         if value is not self.tensor or not self.intact():
             self.local.copy_(part(value, self.layouts, self.world))
 
     @torch.no_grad()
     def full(self) -> torch.Tensor:
         """The whole tensor, in memory of its own. Collective where it's sharded."""
-        whole = torch.empty_strided(self.shape, dense_stride(self.shape, self.stride), dtype=self.buffer.dtype, device=self.buffer.device)
+        whole = torch.empty_strided(
+            self.shape, dense_stride(self.shape, self.stride), dtype=self.buffer.dtype, device=self.buffer.device
+        )
         return whole.copy_(_gather(self.buffer, self.shape, self.layouts, self.world))
 
     @staticmethod
@@ -128,12 +144,16 @@ class Storage:
 
     def fits(self, value: torch.Tensor) -> bool:
         """Whether `value` may be loaded with its meaning kept."""
-        return value.shape == self.shape and value.dtype == self.buffer.dtype and value.device.type == self.buffer.device.type
+        return (
+            value.shape == self.shape
+            and value.dtype == self.buffer.dtype
+            and value.device.type == self.buffer.device.type
+        )
 
     def intact(self) -> bool:
-        """Whether the user's object still lies over the buffer (`.data =`, `swap_tensors` and `module.half()` take it away)."""
+        """Whether the user's object lies over the buffer. `.data =`, `swap_tensors`, `module.half()` take it away."""
         if self.mesh is not None:
-            return self.tensor._local_tensor is self.local  # type: ignore[attr-defined,no-any-return]
+            return self.tensor._local_tensor is self.local  # type: ignore[attr-defined]
         return self.tensor.data_ptr() == self.buffer.data_ptr()
 
     @torch.no_grad()
@@ -151,7 +171,7 @@ class Storage:
         self.tensor._local_tensor, self.tensor._spec = self.local, self.spec
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of a parameter don't own its storage: what they carry in its stead is an empty dict that torch.load accepts."""
+        """Pickles of a parameter don't own its storage: they carry an empty dict, which torch.load accepts."""
         return OrderedDict, ()
 
     def __deepcopy__(self, memo: object) -> None:
@@ -175,7 +195,14 @@ def placements_of(name: str, layouts: Layouts, shape: Sequence[int], world: Worl
         placement = _placement(layout, ranks)
         if placement is None or (isinstance(placement, Shard) and placement in found):
             text = f"({', '.join(map(str, layouts))}) of shape {tuple(shape)}"
-            raise PlacementError(Offence("a stored tensor is split in a way that a DTensor can't say", fqn=name, tried=text, remedy="keep it R or S(dim) on each axis, a dim on one axis"))
+            raise PlacementError(
+                Offence(
+                    "a stored tensor is split in a way that a DTensor can't say",
+                    fqn=name,
+                    tried=text,
+                    remedy="keep it R or S(dim) on each axis, a dim on one axis",
+                )
+            )
         found.append(placement)
     return tuple(found)
 
@@ -200,7 +227,14 @@ def layouts_of(value: DTensor, name: str = "") -> Layouts:
         layout = shard(placement.dim, value.shape[placement.dim]) if type(placement) is Shard else R
         if type(placement) not in (Shard, Replicate) or (isinstance(layout, Sharded) and layout in found):
             tried = f"placements {tuple(value.placements)}"
-            raise PlacementError(Offence("a parameter's placement can't be kept at rest", fqn=name, tried=tried, remedy="redistribute it to Shard(dim) or Replicate()"))
+            raise PlacementError(
+                Offence(
+                    "a parameter's placement can't be kept at rest",
+                    fqn=name,
+                    tried=tried,
+                    remedy="redistribute it to Shard(dim) or Replicate()",
+                )
+            )
         found.append(layout)
     return tuple(found)
 
@@ -244,7 +278,10 @@ def _gather(padded: torch.Tensor, shape: Sequence[int], layouts: Layouts, world:
         parts = [torch.empty_like(flat) for _ in range(ranks)]
         dist.all_gather(parts, flat, group=world.group(axis))
         lengths = [b - a for a, b in (bounds(shape[layout.dim], ranks, r) for r in range(ranks))]
-        pieces = [p.view(padded.dtype).view(padded.shape).narrow(layout.dim, 0, n) for p, n in zip(parts, lengths, strict=True)]
+        pieces = [
+            p.view(padded.dtype).view(padded.shape).narrow(layout.dim, 0, n)
+            for p, n in zip(parts, lengths, strict=True)
+        ]
         padded = torch.cat(pieces, layout.dim)
     return padded
 
@@ -262,7 +299,9 @@ def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 
 def _dense(x: torch.Tensor) -> bool:
-    return torch.empty_like(x, device="meta").stride() == x.stride()  # preserve_format keeps strides only of dense tensors
+    return (
+        torch.empty_like(x, device="meta").stride() == x.stride()
+    )  # preserve_format keeps strides only of dense tensors
 
 
 def _true_stride(x: torch.Tensor) -> tuple[int, ...]:
@@ -272,8 +311,15 @@ def _true_stride(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _allocate(
-    shape: Sequence[int], stride: Sequence[int], layouts: Layouts, world: World, dtype: torch.dtype, device: torch.device | None = None
+    shape: Sequence[int],
+    stride: Sequence[int],
+    layouts: Layouts,
+    world: World,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     for axis, layout in enumerate(layouts):
         shape = padded_shape(shape, layout, world.shape[axis])
-    return torch.empty_strided(tuple(shape), dense_stride(shape, stride), dtype=dtype, device=device or world.device).zero_()
+    return torch.empty_strided(
+        tuple(shape), dense_stride(shape, stride), dtype=dtype, device=device or world.device
+    ).zero_()

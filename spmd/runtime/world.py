@@ -54,8 +54,8 @@ class World:
     def of(mesh: DeviceMesh | None = None, timeout: float = TIMEOUT) -> World:
         """The world of `mesh`. Collective over the mesh the first time.
 
-        Without a mesh: a 1-D mesh over the default group, which is made from torchrun's environment if it doesn't exist;
-        one process without such an environment needs no group.
+        Without a mesh: a 1-D mesh over the default group, which is made from torchrun's environment if there is
+        none; one process without such an environment needs no group.
 
         Raises:
             StateError: this rank isn't in the mesh, or torchrun's environment is incomplete.
@@ -81,8 +81,9 @@ def _make(mesh: DeviceMesh, timeout: float) -> World:
         backend="gloo",
         use_local_synchronization=len(members) != dist.get_world_size(),  # ranks outside don't take part
     )
-    index = None if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type).current_device()
-    device = torch.device(mesh.device_type, index)
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
     return World(mesh, device, tuple(mesh.shape), tuple(coordinate), side, members, timeout)
 
 
@@ -117,7 +118,7 @@ def _own_accelerator() -> str | None:
 
 
 def _device_type() -> str:
-    """The device type of the default group: the accelerator where every rank has one and its own backend, else the CPU."""
+    """Device type of the default group: the accelerator where every rank has one and its own backend, else the CPU."""
     served = dict(part.split(":") for part in dist.get_backend_config().split(","))
     kind = _own_accelerator()
     usable = kind is not None and served.get(kind) == dist.get_default_backend_for_device(kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from spmd.graph.step import Role, StepGraph
 from spmd.sharding.layout import Layout
 
 
@@ -14,10 +15,21 @@ class Constraints:
 
     inputs: one for each input of the step; None for numbers.
     outputs: one for each output; None lets the engine choose (whole values come back whole, values that carry the batch stay split).
-    gradients: where the gradient of a parameter lies once it's reduced, by parameter name; default: as the parameter.
+    gradients: where the gradient of a parameter lies once it's reduced, by parameter name; replicated by default.
     """
 
     inputs: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
     gradients: Mapping[str, Layout] = field(default_factory=dict)
     axis: int = 0
+
+
+def pin(constraints: Constraints, step: StepGraph, placed: Mapping[str, Layout]) -> Constraints:
+    """`constraints` with the layouts that tensors have already, by input name: what another compiled function has placed stays where it is."""
+    inputs = tuple(placed.get(spec.name, layout) for spec, layout in zip(step.inputs, constraints.inputs, strict=True))
+    gradients = {**constraints.gradients, **{x.name: placed[x.name] for x in step.inputs if x.role is Role.PARAMETER and x.name in placed}}
+    outputs = []
+    for out, layout in zip(step.outputs, constraints.outputs, strict=True):
+        owner = out.grad_of or (out.name.removesuffix(".grad") if out.role is Role.GRADIENT else "")
+        outputs.append(inputs[out.updates] if out.updates is not None else gradients.get(owner, layout) if owner else layout)
+    return Constraints(inputs, tuple(outputs), gradients, constraints.axis)

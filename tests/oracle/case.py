@@ -71,3 +71,8 @@ class Case:
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+def argument_path(names: list[str], path: tuple[Any, ...]) -> str:
+    """What `replicated_inputs` calls a leaf of the arguments: "batch.mask"."""
+    return ".".join([names[path[0].idx], *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])])

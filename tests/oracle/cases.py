@@ -173,10 +173,18 @@ def hooks(parts: Parts, index: int) -> None:
 
 
 def replaces_layer(parts: Parts, index: int) -> None:
-    if index == 0:
-        torch.manual_seed(5)
-        parts.models[0].add_module("2", nn.Linear(7, 3))
-        parts.optims[0].add_param_group({"params": parts.models[0].get_submodule("2").parameters(), "lr": 0.02})
+    """A new head after the first step; the optimizer forgets the old one."""
+    if index > 0:
+        return
+    model, optimizer = parts.models[0], parts.optims[0]
+    old = list(model.get_submodule("2").parameters())
+    group = optimizer.param_groups[0]
+    group["params"] = [p for p in group["params"] if not any(p is gone for gone in old)]
+    for gone in old:
+        del optimizer.state[gone]
+    torch.manual_seed(5)
+    model.add_module("2", nn.Linear(7, 3))
+    optimizer.add_param_group({"params": model.get_submodule("2").parameters(), "lr": 0.02})
 
 
 def _hooked() -> nn.Module:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from tests.oracle import world
-from tests.oracle.case import Case, Parts, Share
+from tests.oracle.case import Case, Parts, Share, argument_path
 
 SEED = 7
 STYLES = ("replicate", "fully_shard")
@@ -118,8 +118,7 @@ def share(batch: tuple[Any, ...], names: list[str], case: Case, rank: int, W: in
     """Rank `rank`'s contiguous part of every tensor that carries the batch."""
 
     def part(path: tuple[Any, ...], leaf: Any) -> Any:
-        label = ".".join([names[path[0].idx], *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])])
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or label in case.replicated:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or argument_path(names, path) in case.replicated:
             return leaf
         return leaf.chunk(W, case.dim)[rank].clone()
 
@@ -179,34 +178,54 @@ def compare(reference: Record, record: Record, case: Case, W: int) -> float:
     Raises:
         AssertionError: if it's more, or if names, shapes or types differ.
     """
-    ratios: dict[str, float] = {}
-    complaints: list[str] = []
-
-    def meet(name: str, expected: Any, found: Any) -> None:
-        complaint = mismatch(expected, found)
-        if complaint:
-            complaints.append(f"{name}: {complaint}")
-        elif isinstance(expected, torch.Tensor):
-            ratios[name] = distance(expected, found, reference.lr) / case.tolerance
-
+    meeting = _Meeting(reference.lr, case.tolerance)
     for step, (expected_leaves, leaves) in enumerate(zip(reference.outputs, record.outputs, strict=True)):
         if len(expected_leaves) != len(leaves):
-            complaints.append(f"step {step}: {len(leaves)} outputs, expected {len(expected_leaves)}")
+            meeting.complaints.append(f"step {step}: {len(leaves)} outputs, expected {len(expected_leaves)}")
             continue
         for index, (expected, found) in enumerate(zip(expected_leaves, leaves, strict=True)):
             dim = case.outputs[index] if index < len(case.outputs) else None
-            meet(f"step {step} output {index}", _own(expected, dim, W), found)
+            meeting.meet(f"step {step} output {index}", _own(expected, dim, W), found)
             if reference.stable[step][index] and not record.stable[step][index]:
-                complaints.append(f"step {step} output {index}: changed after it was returned")
-    for name in sorted(reference.state.keys() | record.state.keys()):
-        if name not in record.state or name not in reference.state:
-            complaints.append(f"{name}: {'missing' if name in reference.state else 'unexpected'}")
-        else:
-            meet(name, reference.state[name], record.state[name])
-    worst = sorted(ratios.items(), key=lambda item: -item[1])
-    complaints += [f"{name}: {ratio:.3g} times the tolerance" for name, ratio in worst[:8] if ratio > 1]
-    assert not complaints, f"{case.name}, W={W}:\n" + "\n".join(complaints)
-    return worst[0][1] if worst else 0.0
+                meeting.complaints.append(f"step {step} output {index}: changed after it was returned")
+    meeting.meet_all(reference.state, record.state)
+    return meeting.verdict(f"{case.name}, W={W}")
+
+
+def compare_state(reference: Record, record: Record, tolerance: float = 1e-9) -> float:
+    """`compare` for the states alone."""
+    meeting = _Meeting(reference.lr, tolerance)
+    meeting.meet_all(reference.state, record.state)
+    return meeting.verdict("state")
+
+
+class _Meeting:
+    """Collects what differs between expected and found values."""
+
+    def __init__(self, floor: float, tolerance: float) -> None:
+        self.floor, self.tolerance = floor, tolerance
+        self.ratios: dict[str, float] = {}
+        self.complaints: list[str] = []
+
+    def meet(self, name: str, expected: Any, found: Any) -> None:
+        complaint = mismatch(expected, found)
+        if complaint:
+            self.complaints.append(f"{name}: {complaint}")
+        elif isinstance(expected, torch.Tensor):
+            self.ratios[name] = distance(expected, found, self.floor) / self.tolerance
+
+    def meet_all(self, expected: dict[str, Any], found: dict[str, Any]) -> None:
+        for name in sorted(expected.keys() | found.keys()):
+            if name not in found or name not in expected:
+                self.complaints.append(f"{name}: {'missing' if name in expected else 'unexpected'}")
+            else:
+                self.meet(name, expected[name], found[name])
+
+    def verdict(self, title: str) -> float:
+        worst = sorted(self.ratios.items(), key=lambda item: -item[1])
+        complaints = [*self.complaints, *(f"{name}: {ratio:.3g} times the tolerance" for name, ratio in worst[:8] if ratio > 1)]
+        assert not complaints, f"{title}:\n" + "\n".join(complaints)
+        return worst[0][1] if worst else 0.0
 
 
 def _own(value: Any, dim: Share, W: int) -> Any:

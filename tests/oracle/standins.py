@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tests.oracle import world
-from tests.oracle.case import Case
+from tests.oracle.case import Case, argument_path
 
 Step = Callable[..., Any]
 
@@ -88,5 +89,28 @@ def rounding(step: Step, case: Case, style: str) -> Step:
                     hooked.add(id(parameter))
                     parameter.register_hook(hook)
         return step(*args)
+
+    return wrapped
+
+
+def gathering(step: Step, case: Case, style: str) -> Step:
+    """Every rank gathers the batch and runs the whole step: right for everything, and of no use."""
+
+    def wrapped(*args: Any) -> Any:
+        names = list(inspect.signature(step).parameters)
+
+        def whole(path: tuple[Any, ...], leaf: Any) -> Any:
+            label = argument_path(names, path)
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or label in case.replicated:
+                return leaf
+            parts = [torch.empty_like(leaf) for _ in range(world.size())]
+            if world.size() > 1:
+                dist.all_gather(parts, leaf.contiguous())
+            return torch.cat(parts if world.size() > 1 else [leaf], case.dim)
+
+        leaves, spec = pytree.tree_flatten(step(*pytree.tree_map_with_path(whole, args)))
+        dims = (*case.outputs, *(None for _ in leaves))
+        own = [leaf if dim is None else leaf.chunk(world.size(), dim)[world.rank()] for leaf, dim in zip(leaves, dims, strict=False)]
+        return pytree.tree_unflatten(own, spec)
 
     return wrapped

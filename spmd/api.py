@@ -1,0 +1,138 @@
+"""compile() and CompiledStep: the whole pipeline, top to bottom.
+
+    capture   the plain step          -> StepGraph, global, symbolic in the batch      spmd/capture
+    at        a batch size            -> StepGraph with numbers                        spmd/graph
+    mode      policy                  -> Constraints                                   spmd/modes
+    propagate, partition              -> LocalGraph, this rank's program               spmd/sharding
+    passes    optimizations           -> LocalGraph                                    spmd/passes
+    bind, execute                     -> storage, agreement between ranks, a callable  spmd/runtime
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmd.capture import Capture
+from spmd.errors import PlacementError
+from spmd.graph.concrete import at
+from spmd.graph.local import LocalGraph
+from spmd.graph.step import StepGraph
+from spmd.graph.verify import verify_local, verify_step
+from spmd.modes import DataParallelMode, ParallelMode
+from spmd.passes import PassPipeline
+from spmd.report.explain import Explanation
+from spmd.runtime.progress import Stages
+from spmd.runtime.binding import placed
+from spmd.runtime.programs import Program, Programs
+from spmd.runtime.world import World
+from spmd.sharding.constraints import pin
+from spmd.sharding.partition import Axis, partition
+from spmd.sharding.propagate import propagate
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CompiledStep(Generic[P, T]):
+    """A train step that runs on every rank of a mesh. Made by `spmd.compile`; compiles on its first call."""
+
+    def __init__(self, fn: Callable[P, T], mode: ParallelMode, mesh: DeviceMesh | None, passes: PassPipeline, seed: int | None, sync: Literal["broadcast", "error"]) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.mode, self.mesh, self.passes = fn, mode, mesh, passes
+        self.programs = Programs(fn, mode, self._compile, functools.partial(World.of, mesh), seed, sync)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one step on this rank's share of the batch. Every rank calls.
+
+        Returns:
+            What the step returns: whole-batch values (a loss) whole and equal on all ranks, values that carry the batch as this rank's share.
+        Raises:
+            SpmdError: the step can't be compiled exactly, or the ranks disagree. Nothing has run and nothing has changed then.
+        """
+        return self.programs(args, kwargs)  # type: ignore[return-value]
+
+    def _compile(self, captured: Capture, batch: int | None, world: World, stages: Stages) -> Program:
+        """Everything between the captured step and the program of this rank. Talks to no other rank and changes nothing."""
+        with stages("place"):
+            step = local_graph(captured.step, captured, batch, self.mode, world)
+            init = local_graph(captured.init, captured, batch, self.mode, world) if captured.init else None
+        with stages("optimize"):
+            step = self.passes.run(step)
+            verify_local(step)
+        return Program(captured, step, init)
+
+    @property
+    def trace_count(self) -> int:
+        """How often the step has been traced."""
+        return self.programs.trace_count
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+        """What a call with these arguments would do: placements, collectives, fallbacks. Runs nothing; other ranks needn't call."""
+        return Explanation.of(self.programs.prepare(args, kwargs).local)
+
+    def program(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """The program that a call with these arguments runs on this rank, as text; without arguments, the last one compiled."""
+        return str(self.programs.prepare(args, kwargs).local if args or kwargs else self.programs.latest.local)
+
+    def reset(self) -> None:
+        """Forget all programs. The model's and the optimizer's tensors stay as they are."""
+        self.programs.reset()
+
+
+def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: ParallelMode, world: World) -> LocalGraph:
+    """This rank's program for a captured graph."""
+    if len(world.shape) != 1:
+        raise PlacementError(f"{type(mode).__name__} works on one mesh axis, the mesh has {len(world.shape)}: pass mesh[...] with one axis")
+    concrete = at(step, batch or 1)
+    verify_step(concrete)
+    known = {s.input.name: found[0] for s in captured.slots if s.tensor is not None and (found := placed(s.tensor)) is not None}
+    constraints = pin(mode.constraints(concrete, world.size), concrete, known)
+    plan = propagate(concrete, constraints, world.size)
+    group = world.group(0).group_name if world.mesh is not None else ""
+    return partition(concrete, plan, Axis(world.size, world.rank, group))
+
+
+@overload
+def compile(func: Callable[P, T], *, parallel_mode: ParallelMode | None = ..., mesh: DeviceMesh | None = ..., passes: str | PassPipeline = ..., seed: int | None = ..., sync: Literal["broadcast", "error"] = ...) -> CompiledStep[P, T]: ...
+
+
+@overload
+def compile(func: None = None, *, parallel_mode: ParallelMode | None = ..., mesh: DeviceMesh | None = ..., passes: str | PassPipeline = ..., seed: int | None = ..., sync: Literal["broadcast", "error"] = ...) -> Callable[[Callable[P, T]], CompiledStep[P, T]]: ...
+
+
+def compile(
+    func: Callable[P, T] | None = None,
+    *,
+    parallel_mode: ParallelMode | None = None,
+    mesh: DeviceMesh | None = None,
+    passes: str | PassPipeline = "default",
+    seed: int | None = None,
+    sync: Literal["broadcast", "error"] = "broadcast",
+) -> Any:
+    """Compile a plain single-device train step into the program that every rank of a mesh runs.
+
+    Args:
+        func: the step: any function, method or partial. Use as a decorator with or without arguments.
+        parallel_mode: how tensors lie on the mesh. Default: DataParallelMode("fully_shard").
+        mesh: the mesh, of one axis; default: all ranks of the default process group, made from torchrun's environment if it doesn't exist.
+        passes: "default", "none", a spec string such as "a,b{n=1}", or a PassPipeline.
+        seed: random numbers come from a generator of the step's own with this seed; default: they're those of rank 0's default generator.
+        sync: what to do where ranks start from different parameters: "broadcast" rank 0's and warn, or "error".
+
+    Example:
+        @spmd.compile(parallel_mode=DataParallelMode("fully_shard"))
+        def train_step(model, optim, x, y):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            return loss.detach()
+    """
+    if func is None:
+        return functools.partial(compile, parallel_mode=parallel_mode, mesh=mesh, passes=passes, seed=seed, sync=sync)
+    pipeline = PassPipeline.parse(passes) if isinstance(passes, str) else passes
+    return CompiledStep(func, parallel_mode or DataParallelMode(), mesh, pipeline, seed, sync)

@@ -1,0 +1,169 @@
+"""capture(): the whole train step as one StepGraph, with ties to the user's objects and guards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from spmd._torch import GuardOnDataDependentSymNode
+from spmd.capture.arguments import Arguments, batch_dims, flatten
+from spmd.capture.effects import pretended, refuse, settle
+from spmd.capture.fakes import pick_hint
+from spmd.capture.finish import Finished, finish
+from spmd.capture.guards import Guards
+from spmd.capture.inputs import Entry, check_state, list_inputs
+from spmd.capture.objects import Objects, discover
+from spmd.capture.optim import check_supported
+from spmd.capture.refuse import explain
+from spmd.capture.result import Capture
+from spmd.capture.trace import Plan, Trace, Traced
+from spmd.errors import SpmdError
+from spmd.graph.step import Role, StepGraph
+
+
+def capture(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch_dim: int = 0,
+    replicated: tuple[str, ...] = (),
+    global_batch: Callable[[int], int] = lambda local: local,
+    lifted: frozenset[str] = frozenset(),
+) -> Capture:
+    """Traces `fn(*args, **kwargs)` once, at the global batch, without changing any of the objects it works on.
+
+    Args:
+        fn: the undecorated step: a function, method or partial.
+        args, kwargs: the arguments of the current call on this rank; tensors are its share of the batch.
+        batch_dim: dim that carries the batch in every tensor argument that isn't 0-dim.
+        replicated: paths of arguments that don't carry it, such as "batch.mask".
+        global_batch: this rank's batch size -> the global one.
+        lifted: names of Python numbers to read anew at each call, as `Changed.name` gives them. lr always is.
+
+    Returns:
+        The capture. Its graph is symbolic in the global batch where that's exact, else static at this call's.
+
+    Raises:
+        InputError, StateError, CaptureError, SideEffectError: nothing has run and nothing has changed.
+    """
+    return _Session(fn, args, dict(kwargs or {}), batch_dim, replicated, global_batch, lifted).run()
+
+
+class _Session:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_dim: int,
+        replicated: tuple[str, ...],
+        global_batch: Callable[[int], int],
+        lifted: frozenset[str],
+    ) -> None:
+        self.fn, self.lifted = fn, lifted
+        self.objects: Objects = discover(fn, args, kwargs)
+        self.arguments: Arguments = flatten(fn, args, kwargs)
+        check_supported(self.objects.optimizers)
+        check_state(self.objects)
+        self.dims, self.local = batch_dims(self.arguments, batch_dim, replicated)
+        self.batch = None if self.local is None else global_batch(self.local)
+        self.seconds: dict[str, float] = {}
+
+    def run(self) -> Capture:
+        traced, finished = self._trace()
+        clock = time.perf_counter()
+        inputs = frozenset(s.input.name for s in finished.slots if s.input.role is Role.HYPER) - finished.specialised
+        guards = Guards(self.objects, self.arguments, self.dims, inputs, finished.matters)
+        self.seconds["guards"] = time.perf_counter() - clock
+        return Capture(
+            finished.step,
+            finished.slots,
+            self.objects.modules,
+            self.objects.optimizers,
+            guards,
+            traced.out_spec,
+            finished.init,
+            finished.cleared,
+            self.seconds,
+        )
+
+    def _trace(self) -> tuple[Traced, Finished]:
+        """Symbolic in the batch if that holds at this call's batch, else static."""
+        if self.batch is not None and self.batch > 1:
+            try:
+                plan = Plan(None, pick_hint(self.batch, self._sizes()))
+                traced, finished = self._attempt(plan)
+                if valid_at(finished.step, self.batch, traced):
+                    return traced, finished
+            except SpmdError:
+                raise
+            except Exception:  # noqa: BLE001  a step that holds at this batch only fails at another size: the static trace tells
+                pass
+        try:
+            return self._attempt(Plan(self.batch, None))
+        except Exception as error:
+            raise explain(error, self.objects, self.local, self.batch) from error
+
+    def _sizes(self) -> set[int]:
+        tensors = [*(t.tensor for t in self.objects.tensors.values()), *(v for v in self.arguments.leaves if isinstance(v, torch.Tensor))]
+        return {n for t in tensors for n in t.shape}
+
+    def _attempt(self, plan: Plan) -> tuple[Traced, Finished]:
+        """One trace; a second one by the capturable path for optimizers that branch on their step count."""
+        clock = time.perf_counter()
+        trace = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
+        try:
+            traced = trace.run()
+        except GuardOnDataDependentSymNode:
+            stuck = {t.name for t in trace.optimizers if t.stepping and any("capturable" in g for g in t.optimizer.param_groups)}
+            if not stuck - plan.capturable:
+                raise
+            return self._attempt(replace(plan, capturable=plan.capturable | stuck))
+        self.seconds["trace"] = self.seconds.get("trace", 0.0) + time.perf_counter() - clock
+        clock = time.perf_counter()
+        self._effects(trace, traced, plan)
+        finished = finish(traced)
+        self.seconds["finish"] = self.seconds.get("finish", 0.0) + time.perf_counter() - clock
+        return traced, finished
+
+    def _entries(self) -> list[Entry]:
+        return list_inputs(self.objects, self.arguments, self.dims, self.lifted)
+
+    def _effects(self, trace: Trace, traced: Traced, plan: Plan) -> None:
+        """Refuses side effects, unless a second trace shows that they happen once only."""
+        changes = trace.effects.changes
+        if not changes:
+            return
+        refuse([c for c in changes if not c.settles])
+        with pretended(changes) as stand_ins:
+            again = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
+            second = again.run()
+            reads_old = any(id(item.entry.value) in stand_ins for item in second.lifted)
+            refuse([c for c in again.effects.changes if not c.is_tensor])
+            if reads_old or str(second.module.graph) != str(traced.module.graph):
+                refuse(changes)
+        settle(changes)
+
+
+def valid_at(step: StepGraph, batch: int, traced: Traced) -> bool:
+    """Whether a symbolic graph holds at a global batch size: the symbol is free and every branch goes as traced."""
+    symbol = traced.faker.batch.symbol if traced.faker.batch else None
+    if symbol is None:
+        return True
+    if symbol in traced.faker.env.replacements:
+        return False
+    return guards_hold(step, batch)
+
+
+def guards_hold(step: StepGraph, batch: int) -> bool:
+    """Whether all of `step.guards` that depend on the batch alone hold at `batch`."""
+    if step.batch is None:
+        return True
+    at = {step.batch.symbol: sympy.Integer(batch)}
+    return all(bool(g.xreplace(at)) for g in step.guards if g.free_symbols == {step.batch.symbol})

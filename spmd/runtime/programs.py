@@ -1,0 +1,267 @@
+"""Programs of one compiled function: which one a call runs, and how the ranks agree on it.
+
+Each call finds a program whose guards hold and starts one vote. The program itself waits for the votes, before anything that another
+rank or the stored state would notice. If any rank has no program, all leave the call there and take the slow path together: every rank compiles what
+it lacks, then they compare outcome, program and state, bind, and call again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from spmd.capture import Capture, capture, flatten_leaves, guards_hold
+from spmd.errors import CaptureError, Offence, SpmdError
+from spmd.graph.local import LocalGraph
+from spmd.graph.step import STORED, Role
+from spmd.graph.text import fingerprint_lines
+from spmd.modes import ParallelMode
+from spmd.runtime.agreement import Agreement, Sync, Votes
+from spmd.runtime.binding import Binding, placed
+from spmd.runtime.digest import tensor_digest, text_digest
+from spmd.runtime.execute import Executor
+from spmd.runtime.progress import Stages
+from spmd.runtime.random import Draws
+from spmd.runtime.world import World
+
+LIMIT = 24  # programs of one function; more means that something changes at every call
+
+
+@dataclass
+class Program:
+    """One program of this rank, for one captured step and one batch size."""
+
+    captured: Capture
+    local: LocalGraph
+    init: LocalGraph | None = None  # makes the optimizer state that doesn't exist yet
+    binding: Binding | None = None
+    run: Executor | None = None
+    key: int = 0  # digest of the program's text, equal on all ranks
+
+    def __post_init__(self) -> None:
+        self.lines = fingerprint_lines(self.local)
+        self.key = text_digest(self.lines)
+        users = [s for s in self.captured.slots if s.input.role is Role.USER and s.leaf is not None and s.input.batch_dim is None]
+        self.shared = [(s.input.name, s.leaf) for s in users]  # tensors that every rank must pass alike
+
+    def shared_inputs(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+        return [(name, x) for name, leaf in self.shared if isinstance(x := leaves[leaf], torch.Tensor) and not isinstance(x, DTensor)]
+
+
+@dataclass
+class Variant:
+    """One captured step and its programs by global batch size."""
+
+    captured: Capture
+    programs: dict[int | None, Program] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.carriers = [(s.leaf, s.input.batch_dim) for s in self.captured.slots if s.leaf is not None and s.input.batch_dim is not None]
+
+    def local_batch(self, leaves: Sequence[Any]) -> int | None:
+        """The batch size that the arguments of a call carry; None for none, -1 where they disagree."""
+        sizes = {leaves[leaf].shape[dim] for leaf, dim in self.carriers}
+        return None if not sizes else sizes.pop() if len(sizes) == 1 else -1
+
+    def serves(self, batch: int | None) -> bool:
+        """Whether the captured graph is valid for a global batch of this size."""
+        step = self.captured.step
+        return guards_hold(step, batch) if step.batch is not None and batch is not None else step.size == batch
+
+
+class Elsewhere(Exception):
+    """Another rank has no program for this call."""
+
+
+class Programs:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mode: ParallelMode,
+        build: Callable[[Capture, int | None, World, Stages], Program],
+        world: Callable[[], World],
+        seed: int | None,
+        sync: Sync,
+    ) -> None:
+        self.fn, self.mode, self.build, self.sync, self.seed = fn, mode, build, sync, seed
+        self._find_world, self.world = world, None
+        self.trace_count = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.variants: list[Variant] = []
+        self.lifted: frozenset[str] = frozenset()
+        self.changes: Counter[str] = Counter()
+        self._latest: Program | None = None
+
+    @property
+    def latest(self) -> Program:
+        if self._latest is None:
+            raise CaptureError(Offence("no program has been compiled yet", remedy="call the step first, or pass arguments: step.program(model, optim, x, y)"))
+        return self._latest
+
+    def _join(self) -> World:
+        if self.world is None:
+            self.world = self._find_world()
+            self.agreement = Agreement(self.world)
+            self.draws = Draws(self.agreement, self.seed)
+        return self.world
+
+    # ------------------------------------------------------------------------------------------------- a call
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        world = self._join()
+        for _ in range(2):
+            leaves = flatten_leaves(args, kwargs)
+            program = self._ready(args, kwargs, leaves)
+            if world.size == 1:
+                if program is not None:
+                    with self.draws.around():
+                        if self.draws.seeded:
+                            self.draws.settle(Votes((), ()))
+                        return self._start(program)(leaves)
+            else:
+                try:
+                    return self._voted(program, leaves)
+                except Elsewhere:
+                    pass
+            self._compile(args, kwargs)
+        raise AssertionError("a program compiled for this call doesn't fit it")
+
+    def _voted(self, program: Program | None, leaves: list[Any]) -> Any:
+        """Run `program`; its ranks wait for each other's votes within it."""
+        shared = program.shared_inputs(leaves) if program is not None else []
+        digest = text_digest([str(tensor_digest(x)) for _, x in shared]) if shared else 0
+        pending = self.agreement.begin([int(program is None), program.key if program is not None else 0, digest, *self.draws.ballot()])
+
+        def settle() -> None:
+            votes = pending.wait()
+            if votes.high[0]:
+                raise Elsewhere
+            if not votes.agreed(1, 2):
+                assert program is not None
+                self.agreement.same_program(program.lines)
+            if not votes.agreed(2, 3):
+                self.agreement.same_inputs(shared)
+            self.draws.settle(Votes(votes.low[3:], votes.high[3:]))
+
+        if program is None:
+            pending.wait()
+            raise Elsewhere
+        with self.draws.around():
+            return self._start(program)(leaves, settle)
+
+    def _start(self, program: Program) -> Executor:
+        self._latest = program
+        assert program.run is not None
+        return program.run
+
+    def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> Program | None:
+        """The bound program that this call can run."""
+        variant = self._variant(args, kwargs, leaves)
+        program = variant.programs.get(self._batch(variant, leaves)) if variant else None
+        return program if program is not None and program.binding is not None and program.binding.check() else None
+
+    def _batch(self, variant: Variant, leaves: Sequence[Any]) -> int | None:
+        """The global batch size of a call."""
+        local = variant.local_batch(leaves)
+        return None if local is None else local * self._join().size
+
+    def _variant(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> Variant | None:
+        for variant in self.variants:
+            if variant.captured.guards.check(self.fn, args, kwargs) is None and variant.serves(self._batch(variant, leaves)):
+                return variant
+        return None
+
+    # ------------------------------------------------------------------------------------------------- compiling
+
+    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+        """The program for these arguments, not bound yet if it's new. Local to this rank."""
+        self._join()
+        return self._prepare(args, kwargs, Stages(f"spmd: {self._name}", show=False))
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], stages: Stages) -> Program:
+        leaves = flatten_leaves(args, kwargs)
+        variant = self._variant(args, kwargs, leaves)
+        if variant is None:
+            self._lift_what_changes(args, kwargs)
+            with stages("trace"):
+                captured = capture(
+                    self.fn,
+                    args,
+                    kwargs,
+                    batch_dim=self.mode.input_batch_dim,
+                    replicated=self.mode.replicated_inputs,
+                    global_batch=lambda local: local * self._join().size,
+                    lifted=self.lifted,
+                )
+            self.trace_count += 1
+            variant = Variant(captured)
+            self.variants.insert(0, variant)
+        batch = self._batch(variant, leaves)
+        if batch not in variant.programs:
+            variant.programs[batch] = self.build(variant.captured, batch, self._join(), stages)
+        return variant.programs[batch]
+
+    def _lift_what_changes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A number that has changed twice becomes an input."""
+        if not self.variants:
+            return
+        changed = self.variants[0].captured.guards.check(self.fn, args, kwargs)
+        if changed is not None:
+            self.changes[changed.name] += 1
+            if changed.liftable and self.changes[changed.name] > 1:
+                self.lifted |= {changed.name}
+        if len(self.variants) >= LIMIT:
+            (name, times), *_ = self.changes.most_common(1) or [("the batch", 0)]
+            raise CaptureError(Offence(f"the step has been traced {len(self.variants)} times; {name} changed {times} times", remedy="keep it constant, or pass it as a tensor"))
+
+    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The slow path: all ranks, in step."""
+        world, agreement = self._join(), self.agreement
+        stages = Stages(f"spmd: {self._name} compiled", show=world.rank == 0)
+        program, error = None, None
+        try:
+            program = self._prepare(args, kwargs, stages)
+        except SpmdError as caught:
+            error = caught
+        size = program.local.step.size if program is not None else None
+        agreement.resolve(error, f"its share of the batch has {size // world.size} samples" if size is not None else "it passes no batch")
+        assert program is not None
+        with stages("agree"):
+            agreement.same_program(program.lines)
+            if program.run is None:
+                agreement.same_state(self._plain_state(program), self.sync)
+        if program.run is None:
+            with stages("bind"):
+                self._bind(program)
+        stages.report()
+
+    def _plain_state(self, program: Program) -> list[tuple[str, torch.Tensor]]:
+        """Tensors that no compiled function holds yet: each rank has its own whole copy."""
+        slots = program.captured.slots
+        return [(s.input.name, s.tensor) for s in slots if s.input.role in STORED and s.tensor is not None and placed(s.tensor) is None]
+
+    def _bind(self, program: Program) -> None:
+        captured, world = program.captured, self._join()
+        before = [(s.tensor, s) for s in captured.slots if s.tensor is not None]
+        error = None
+        try:
+            program.binding = Binding(captured, program.local.inputs, world)
+        except SpmdError as caught:
+            error = caught
+        self.agreement.resolve(error, "")
+        assert program.binding is not None
+        if program.init is not None:
+            Executor(program.init, program.binding)((), lambda: None)
+        program.run = Executor(program.local, program.binding, captured.out_spec)
+        captured.guards.rebind({id(old): s.tensor for old, s in before})
