@@ -45,6 +45,7 @@ def finish(traced: Traced) -> Finished:
             raise AssertionError(f"unknown placeholder {node}")
     inputs.update(_constants(traced))
     _tidy(graph, placeholders)
+    _shorten(graph, placeholders)
     _refuse(graph)
     roles = {node: entry.input for node, entry in inputs.items()}
     init = cut(graph, traced.marks, roles)
@@ -100,6 +101,41 @@ def _tidy(graph: fx.Graph, placeholders: set[fx.Node]) -> None:
             source.meta["grad_of"] = mark
         node.replace_all_uses_with(source)
         graph.erase_node(node)
+
+
+def _shorten(graph: fx.Graph, placeholders: set[fx.Node]) -> None:
+    """t(t(x)) and views that lead back: writing through a view makes them in pairs."""
+    for node in list(graph.nodes):
+        source = _undone(node)
+        if source is None or "grad_of" in node.meta and (source in placeholders or source.meta.get("grad_of", node.meta["grad_of"]) != node.meta["grad_of"]):
+            continue
+        if "grad_of" in node.meta:
+            source.meta["grad_of"] = node.meta["grad_of"]
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def _undone(node: fx.Node) -> fx.Node | None:
+    """The node whose value `node` is again, by two views in a row."""
+    inner = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(inner, fx.Node) or inner.target is not node.target or not isinstance(inner.args[0], fx.Node):
+        return None
+    source, val = inner.args[0], node.meta.get("val")
+    before = source.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return None
+    if node.target is aten.t.default:
+        return source
+    if node.target in (aten.view.default, aten._unsafe_view.default):
+        same = list(map(str, val.shape)) == list(map(str, before.shape)) and list(map(str, val.stride())) == list(map(str, before.stride()))
+        return source if same else None
+    if node.target is aten.transpose.int:
+        rank = val.dim()
+        return source if {d % rank for d in node.args[1:]} == {d % rank for d in inner.args[1:]} else None  # type: ignore[operator]
+    if node.target is aten.permute.default:
+        first, second = inner.args[1], node.args[1]
+        return source if [first[d] for d in second] == list(range(val.dim())) else None  # type: ignore[index,union-attr]
+    return None
 
 
 def _refuse(graph: fx.Graph) -> None:

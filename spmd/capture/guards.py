@@ -210,7 +210,9 @@ def _flags(t: torch.Tensor) -> tuple[bool, int]:
 
 
 def _hook_count(d: Mapping[str, Any]) -> int:
-    return sum(len(d[k]) for k in _HOOKS if d[k])
+    """The user's hooks on a module; those that spmd puts on sharded ones don't count."""
+    return sum(not getattr(hook, "_spmd", False) for k in _HOOKS if d[k] for hook in d[k].values())
+
 
 
 def _scalars(objects: Objects, inputs: frozenset[str]) -> Iterator[_Values]:

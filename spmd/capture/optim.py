@@ -25,6 +25,9 @@ aten = torch.ops.aten
 _FUSED = {False: aten._fused_adam.default, True: aten._fused_adamw.default}
 
 
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
 @dataclass
 class StateKey:
     """Whose state a tensor is."""
@@ -137,8 +140,8 @@ class OptimizerTrace:
         return twin
 
     def widen(self, parameter: str, key: str, value: Any) -> Any:
-        """On the capturable path `step` is counted in float64: in float32 the bias corrections would be off by 1e-6."""
-        if self.capturable and key == "step" and isinstance(value, torch.Tensor) and value.dtype != torch.float64:
+        """On the capturable path 0-dim states (`step`, ASGD's `eta`) compute in float64 as Python numbers do: float32 would be off by 1e-6."""
+        if self.capturable and isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _NARROW:
             self.widened[parameter, key] = value.dtype
             return value.to(torch.float64)
         return value

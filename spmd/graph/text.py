@@ -30,15 +30,19 @@ def node_text(node: fx.Node, comment: str | None = None) -> str:
     if node.op == "output":
         return f"return {format_arg(node.args[0])}"
     layouts = node.meta.get("layouts")
-    typed = f"{node.name}: {value_text(node.meta.get('val'))}" + (" " + ",".join(map(str, layouts)) if layouts else "")
+    typed = f"{node.name}: {value_text(node.meta.get('val'))}" + (" " + ",".join(map(str, layouts)) if layouts and None not in layouts else "")
     if node.op == "placeholder":
         return typed + (f"  # {comment}" if comment else "")
     args = [format_arg(a) for a in node.args] + [f"{k}={format_arg(v)}" for k, v in node.kwargs.items()]
-    target = str(node.target) if isinstance(node.target, (torch._ops.OpOverload, str)) else getattr(node.target, "__name__", str(node.target))
     notes = [source.short] if (source := source_of(node)) else []
     if note := node.meta.get("collective"):
         notes.append(f"{note.role} {note.fqn or note.value} {note.before}->{note.after}")
-    return f"{typed} = {target}({', '.join(args)})" + (f"  # {'; '.join(notes)}" if notes else "")
+    return f"{typed} = {target_text(node.target)}({', '.join(args)})" + (f"  # {'; '.join(notes)}" if notes else "")
+
+
+def target_text(target: Any) -> str:
+    """What a node calls, by a name that's the same in every process."""
+    return str(target) if isinstance(target, (torch._ops.OpOverload, str)) else getattr(target, "__name__", str(target))
 
 
 def value_text(val: Any) -> str:
@@ -46,7 +50,7 @@ def value_text(val: Any) -> str:
         return f"{SHORT.get(val.dtype, str(val.dtype).removeprefix('torch.'))}[{','.join(map(str, val.shape))}]"
     if isinstance(val, (tuple, list)):
         return f"({', '.join(map(value_text, val))})"
-    return type(val).__name__.removeprefix("Sym").lower()
+    return "-" if val is None else type(val).__name__.removeprefix("Sym").lower()
 
 
 def format_arg(a: Any) -> str:
@@ -67,5 +71,5 @@ def fingerprint_lines(graph: LocalGraph) -> list[str]:
             note = node.meta["collective"]
             args = [format_arg(node.args[0]), f"axis {note.axis}", note.role, note.fqn]
         source = source_of(node)
-        lines.append(f"{node.name} = {node.target}({', '.join(args)})" + (f"  # {source}" if source else ""))
+        lines.append(f"{node.name} = {target_text(node.target)}({', '.join(args)})" + (f"  # {source}" if source else ""))
     return lines

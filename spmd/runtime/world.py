@@ -17,8 +17,10 @@ from spmd.errors import StateError
 
 TIMEOUT = 600.0  # seconds; torch's own default for NCCL. Ranks wait for one that writes a checkpoint, so not less.
 
-# Making a side group is a collective, so there is one a mesh, for as long as the default group lives.
-_worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh | None, World]] = weakref.WeakKeyDictionary()
+# Making a side group is a collective, so there is one a mesh, for as long as the default group lives. The meshes hold that group: its worlds are
+# dropped once there's another, or a weak key would never die.
+_worlds: dict[DeviceMesh | None, World] = {}
+_default: weakref.ref[dist.ProcessGroup] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +64,15 @@ class World:
         """
         if not dist.is_initialized() and (mesh is not None or not _join_from_environment(timeout)):
             return World(None, None, (1,), (0,), None, (0,), timeout)
+        global _default
         default = dist.group.WORLD
         assert default is not None
-        known = _worlds.setdefault(default, {})
-        if mesh not in known:
-            known[mesh] = _make(mesh or init_device_mesh(_device_type(), (dist.get_world_size(),)), timeout)
-        return known[mesh]
+        if _default is None or _default() is not default:
+            _worlds.clear()
+            _default = weakref.ref(default)
+        if mesh not in _worlds:
+            _worlds[mesh] = _make(mesh or init_device_mesh(_device_type(), (dist.get_world_size(),)), timeout)
+        return _worlds[mesh]
 
 
 def _make(mesh: DeviceMesh, timeout: float) -> World:
