@@ -59,6 +59,8 @@ class DataParallelMode(ParallelMode):
             return R if spec.batch_dim is None else shard(spec.batch_dim, val.shape[spec.batch_dim])
         if spec.role is Role.GRADIENT:
             return parameters[spec.owner]
+        if spec.role is Role.HYPER:
+            return R
         return self.at_rest(spec, val, world)
 
     def at_rest(self, spec: Input, val: torch.Tensor, world: int) -> Layout:

@@ -54,3 +54,6 @@ from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
 from torch.autograd.function import BackwardCFunction as BackwardCFunction
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import _pop_mode_temporarily as without_top_function_mode
+
+# Capture: the helper behind LSTM, GRU and RNN decompositions, whose dropout is broken in 2.13.
+from torch._decomp import decompositions as torch_decompositions

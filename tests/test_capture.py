@@ -325,3 +325,455 @@ def test_low_precision_is_bitwise_forward(name: str, dtype: torch.dtype) -> None
         return model(x[:, :-1] if x.dtype == torch.int64 else x.to(dtype))
 
     check(forward, model, None, batch, tolerance=0.0)
+
+
+# Silent traps: each would be a wrong program, were it not handled or refused.
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def test_zero_grad_first_or_last_is_one_program() -> None:
+    def first(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optim.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optim.step()
+        return loss.detach()
+
+    for step, cleared in ((first, False), (train, True)):
+        model = mlp()
+        optim = torch.optim.SGD(model.parameters(), 0.1)
+        args = (model, optim, *labelled()(6))
+        fresh = capture(step, args)
+        step(*args)
+        assert fresh.guards.check(step, args, {}) is None
+        again = capture(step, args)
+        assert str(fresh.step) == str(again.step)
+        assert bool(fresh.cleared) is cleared
+        assert [o.name for o in fresh.step.outputs if o.role is Role.GRADIENT] == ([] if cleared else [f"{n}.grad" for n, _ in model.named_parameters()])
+
+
+def test_gradients_accumulate_across_calls() -> None:
+    def accumulate(model: nn.Module, optim: None, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    model = mlp()
+    args = (model, None, *labelled()(6))
+    fresh = capture(accumulate, args)
+    assert not [i for i in fresh.step.inputs if i.role is Role.GRADIENT]
+    accumulate(*args)
+    changed = fresh.guards.check(accumulate, args, {})
+    assert changed and changed.name == "0.weight.grad"
+    second = capture(accumulate, args)
+    assert [i.name for i in second.step.inputs if i.role is Role.GRADIENT] == [f"{n}.grad" for n, _ in model.named_parameters()]
+    replay = Replay(second)
+    replay(*args)
+    accumulate(*args)
+    for name, p in model.named_parameters():
+        assert difference(replay.stored[f"{name}.grad"], p.grad) < 1e-12
+
+
+@pytest.mark.parametrize("how", ["stack", "chunk"])
+def test_micro_batches_mark_one_gradient(how: str) -> None:
+    def micro(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        losses = []
+        for a, b in zip(x.chunk(3), y.chunk(3), strict=True) if how == "chunk" else [(x, y), (2 * x, y)]:
+            loss = F.cross_entropy(model(a), b) / 3
+            loss.backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optim.step()
+        optim.zero_grad()
+        return losses
+
+    model = mlp()
+    captured = check(micro, model, adamw(model), labelled(), sizes=(6, 9, 6) if how == "chunk" else (6, 4, 6))
+    marks = [n.meta["grad_of"] for n in captured.step.graph.nodes if "grad_of" in n.meta]
+    assert sorted(marks) == sorted(n for n, _ in model.named_parameters())
+
+
+def test_data_assignment_is_an_update() -> None:
+    def clamp(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = train(model, optim, x, y)
+        for p in model.parameters():
+            p.data = p.data.clamp(-0.1, 0.1)
+        return out
+
+    model = mlp()
+    check(clamp, model, adamw(model), labelled())
+
+
+def test_tensor_hooks_run() -> None:
+    model = mlp()
+    next(model.parameters()).register_hook(lambda g: 3 * g)
+
+    def halve(p: torch.Tensor) -> None:
+        p.grad.mul_(0.5)
+
+    list(model.parameters())[1].register_post_accumulate_grad_hook(halve)
+    check(train, model, torch.optim.SGD(model.parameters(), 0.1), labelled())
+
+
+def test_tensors_closed_over() -> None:
+    weights, model = torch.rand(5, dtype=torch.float64), mlp()
+    model.table = torch.randn(16, dtype=torch.float64)  # a plain attribute, not a buffer
+    first = model[0].weight
+
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y, weight=weights) + first.square().sum() + (model[0](x) * model.table).sum() * 0.01
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    captured = check(step, model, torch.optim.SGD(model.parameters(), 0.1), labelled())
+    outside = [s for s in captured.slots if s.input.role is Role.USER and s.leaf is None]
+    assert {id(s.tensor) for s in outside} == {id(weights), id(model.table)}
+    assert [s.input.name for s in outside if s.tensor is weights] == ["weights"]
+
+
+def test_everything_closed_over() -> None:
+    model = mlp()
+    optim = adamw(model)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return train(model, optim, x, y)
+
+    captured = capture(step, labelled()(6))
+    assert list(captured.modules) == ["model"] and list(captured.optimizers) == ["optim"]
+    assert [i.name for i in captured.step.inputs if i.role is Role.USER] == ["x", "y"]
+
+
+def test_an_input_written_to_is_an_output() -> None:
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return train(model, optim, x, y)
+
+    model = mlp()
+    captured = check(step, model, adamw(model), labelled())
+    assert [o.name for o in captured.step.outputs if o.role is Role.USER and o.updates is not None] == ["x"]
+
+
+def test_unused_parameters_get_no_state() -> None:
+    model = Odd().double()
+    captured = check(train, model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1), labelled())
+    assert not any("unused" in o.name or "frozen" in o.name for o in captured.step.outputs)
+
+
+def test_no_fake_tensor_is_left_behind() -> None:
+    class Stash(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.last = nn.Linear(8, 5), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.a(x)
+            return self.last
+
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        model(x)
+        loss = F.cross_entropy(model.last, y)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    model = Stash().double()
+    capture(step, (model, adamw(model), *labelled()(6)))
+    assert model.last is None and all(p.grad is None for p in model.parameters())
+
+
+def test_a_first_step_graph_where_state_comes_from_gradients() -> None:
+    model = mlp()
+    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+    args = (model, optim, *labelled()(6))
+    first = capture(train, args)
+    assert first.init is None
+    made = [o for o in first.step.outputs if o.role is Role.STATE]
+    assert [o.updates for o in made] == [None] * 4
+    train(*args)
+    changed = first.guards.check(train, args, {})
+    assert changed and changed.name == "optim.state"
+    check(train, model, optim, labelled())
+
+
+def test_resumed_state_is_taken_as_it_is() -> None:
+    model = mlp()
+    check(train, model, adamw(model), labelled(), before=3)
+
+
+def test_double_backward() -> None:
+    def penalty(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        out = model(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = F.cross_entropy(out, y) + grad.norm(dim=1).sub(1).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    model = mlp()
+    check(penalty, model, adamw(model), labelled())
+
+
+def test_outputs() -> None:
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return {"loss": loss, "n": x.shape[0] * 2, "name": "a", "w": model[0].weight, "g": model[0].weight.grad, "item": loss.item(), "none": None}
+
+    model = mlp()
+    captured = capture(step, (model, None, *labelled()(6)))
+    by_name = dict(zip(["loss", "n", "name", "w", "g", "item"], (o for o in captured.step.outputs if o.role is Role.USER), strict=False))
+    assert by_name["w"].alias_of == "0.weight" and by_name["g"].grad_of == "0.weight"
+    out = Replay(captured)(model, None, *labelled()(4))
+    assert out["n"] == 8 and out["name"] == "a" and out["none"] is None and isinstance(out["item"], float)
+
+
+def test_nested_arguments() -> None:
+    def step(model: nn.Module, batch: dict[str, Any], scale: float) -> torch.Tensor:
+        return (model(batch["x"]) * scale * batch["mask"]).sum() + batch["pair"][1].sum()
+
+    batch = {"x": torch.randn(6, 8, dtype=torch.float64), "mask": torch.rand(5, dtype=torch.float64), "pair": [torch.ones(6), torch.ones(6)]}
+    captured = capture(step, (mlp(), batch, 2.0), replicated=("batch.mask",))
+    names = {i.name: i.batch_dim for i in captured.step.inputs if i.role is Role.USER}
+    assert names == {"batch.x": 0, "batch.mask": None, "batch.pair[0]": 0, "batch.pair[1]": 0}
+
+
+def test_scalars_are_guarded_or_lifted() -> None:
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+        return train(model, optim, x * alpha, y)
+
+    model = mlp()
+    optim = adamw(model)
+    data = labelled()(6)
+    captured = capture(step, (model, optim, *data, 1.0))
+    changed = captured.guards.check(step, (model, optim, *data, 2.0), {})
+    assert changed == "alpha was 1.0, is 2.0" and changed.liftable
+    lifted = capture(step, (model, optim, *data, 1.0), lifted=frozenset({changed.name}))
+    assert lifted.guards.check(step, (model, optim, *data, 2.0), {}) is None
+    optim.param_groups[0]["weight_decay"] = 0.2
+    changed = captured.guards.check(step, (model, optim, *data, 1.0), {})
+    assert changed and changed.name == "optim.param_groups[0].weight_decay" and changed.liftable
+    optim.param_groups[0]["lr"] = 0.5
+    optim.param_groups[0]["weight_decay"] = 1e-2
+    assert captured.guards.check(step, (model, optim, *data, 1.0), {}) is None
+    model.eval()
+    changed = captured.guards.check(step, (model, optim, *data, 1.0), {})
+    assert changed and changed.name == "training"
+
+
+def test_a_specialised_scalar_is_guarded() -> None:
+    import math
+
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return train(model, optim, x * math.sqrt(optim.param_groups[0]["lr"]), y)
+
+    model = mlp()
+    optim = adamw(model)
+    args = (model, optim, *labelled()(6))
+    captured = capture(step, args)
+    assert captured.guards.check(step, args, {}) is None
+    optim.param_groups[0]["lr"] = 0.5
+    changed = captured.guards.check(step, args, {})
+    assert changed and changed.name == "optim.param_groups[0].lr"
+
+
+def test_a_branch_on_the_batch_size_is_a_guard() -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() if x.shape[0] <= 20 else model(x).mean()
+
+    captured = capture(step, (mlp(), torch.randn(8, 8, dtype=torch.float64)))
+    assert captured.step.batch is not None
+    assert guards_hold(captured.step, 20) and not guards_hold(captured.step, 21)
+
+
+def test_a_batch_of_one_and_a_specialised_batch_are_static() -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).view(6, 5).sum()
+
+    assert capture(lambda m, x: m(x), (mlp(), torch.randn(1, 8, dtype=torch.float64))).step.size == 1
+    assert capture(step, (mlp(), torch.randn(6, 8, dtype=torch.float64))).step.size == 6
+
+
+def refused(error: type[Exception], step: Callable[..., Any], *words: str, model: nn.Module | None = None, **options: Any) -> str:
+    """The step is refused, the message has all of `words`, and nothing has changed."""
+    model = model or mlp()
+    optim = options.pop("optim", None) or torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(error) as raised:
+        capture(step, (model, optim, *labelled()(6)), {}, **options)
+    text = str(raised.value)
+    assert all(w in text for w in words), text
+    assert all(type(p) is nn.Parameter for p in model.parameters()) and all(p.grad is None for p in model.parameters())
+    return text
+
+
+def test_refuses_control_flow_on_values() -> None:
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        loss = F.cross_entropy(model(x), y)
+        if loss.item() > 1:
+            loss.backward()
+        return loss
+
+    refused(CaptureError, step, "test_capture.py", "loss.item() > 1", "torch.where")
+
+
+def test_refuses_shapes_that_depend_on_values() -> None:
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        return x[x[:, 0] > 0].sum() + x.nonzero().sum()
+
+    text = refused(CaptureError, step, "test_capture.py", "mask")
+    assert text.count("the shape of its result") >= 2, text
+
+
+def test_refuses_lbfgs() -> None:
+    model = mlp()
+    refused(CaptureError, train, "LBFGS", model=model, optim=torch.optim.LBFGS(model.parameters()))
+
+
+def test_refuses_an_optimizer_over_other_tensors() -> None:
+    refused(StateError, train, "optim.param_groups[0]['params'][0]", optim=torch.optim.SGD(mlp().parameters(), 0.1))
+
+
+def test_refuses_dist_calls() -> None:
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        return model(x).sum() / torch.distributed.get_world_size()
+
+    refused(CaptureError, step, "torch.distributed", "get_world_size")
+
+
+def test_refuses_a_scheduler_inside() -> None:
+    model = mlp()
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 1)
+
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        train(model, optim, x, y)
+        scheduler.step()
+
+    refused(SideEffectError, step, "StepLR", "scheduler.step()", model=model, optim=optim)
+    assert scheduler.last_epoch == 0 and optim.param_groups[0]["lr"] == 0.1
+
+
+def test_refuses_python_side_effects_all_at_once() -> None:
+    import random
+
+    log: list[Any] = []
+    calls = 0
+
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        model.calls = getattr(model, "calls", 0) + 1
+        log.append(1)
+        random.random()
+        optim.param_groups[0]["lr"] *= 0.5
+        return model(x).sum()
+
+    refused(SideEffectError, step, "log", "generator", "lr")
+    assert calls == 0 and log == []
+
+
+def test_refuses_counters_but_keeps_one_time_effects() -> None:
+    class Counting(nn.Module):
+        def __init__(self, settle: bool) -> None:
+            super().__init__()
+            self.a, self.calls, self.settle = nn.Linear(8, 5).double(), 0, settle
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = 1 if self.settle else self.calls + 1
+            return self.a(x)
+
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        return model(x).sum()
+
+    model = Counting(False)
+    refused(SideEffectError, step, "calls", "from 1 to 2", model=model)
+    assert model.calls == 0
+    model = Counting(True)
+    assert capture(step, (model, None, *labelled()(6))).guards.check(step, (model, None, *labelled()(6)), {}) is None
+    assert model.calls == 1
+
+
+def test_refuses_state_that_a_call_leaves_for_the_next() -> None:
+    class Carry(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.h = nn.Linear(8, 5).double(), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.h = self.a(x) if self.h is None else self.a(x) + self.h.detach()
+            return self.h
+
+    refused(SideEffectError, lambda model, optim, x, y: model(x).sum(), "h", model=Carry())
+
+
+def test_refuses_tensors_that_share_memory() -> None:
+    model = mlp()
+    model.register_buffer("view", model[0].weight.data[0])
+    refused(StateError, train, "view", "0.weight", "shares memory", model=model)
+
+
+def test_refuses_batch_sized_buffers() -> None:
+    model = mlp()
+    model.register_buffer("memory", torch.zeros(6, 5, dtype=torch.float64))
+
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        return (model(x) + model.memory).sum()
+
+    refused(CaptureError, step, "memory", "12", model=model, global_batch=lambda b: 2 * b)
+
+    def replace(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        model.memory = model(x).detach()
+
+    refused(StateError, replace, "memory", model=model, global_batch=lambda b: 2 * b)
+
+
+def test_refuses_arguments_that_disagree() -> None:
+    with pytest.raises(InputError) as raised:
+        capture(train, (mlp(), None, torch.randn(6, 8), torch.zeros(5)))
+    assert "x[6, 8] has 6" in str(raised.value) and "y[5] has 5" in str(raised.value)
+
+
+def test_a_step_that_fails_says_where_and_restores() -> None:
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        return model(x) @ y.double().unsqueeze(0)
+
+    refused(CaptureError, step, "test_capture.py")
+
+
+def test_guards_follow_replaced_parameters() -> None:
+    model = mlp()
+    optim = adamw(model)
+    args = (model, optim, *labelled()(6))
+    captured = capture(train, args)
+    mapping = {}
+    for sub in model.modules():
+        for name, p in list(sub._parameters.items()):
+            mapping[id(p)] = sub._parameters[name] = nn.Parameter(p.detach().clone())
+    optim.param_groups[0]["params"] = [mapping[id(p)] for p in optim.param_groups[0]["params"]]
+    assert captured.guards.check(train, args, {}) is not None
+    captured.guards.rebind(mapping)
+    assert captured.guards.check(train, args, {}) is None
+
+
+def test_provenance() -> None:
+    torch.manual_seed(0)
+    model = GPT(recompute=True)
+    captured = capture(language, (model, adamw(model), *tokens(4)))
+    nodes = [n for n in captured.step.graph.nodes if n.op == "call_function"]
+    assert {n.meta["phase"] for n in nodes} == {"forward", "backward", "update"}
+    assert all(n.meta["source"].file == __file__ for n in nodes if n.meta.get("source"))
+    assert sum("source" in n.meta for n in nodes) > 0.95 * len(nodes)
+    attention = [n for n in nodes if "scaled_dot_product" in str(n.target)]
+    assert {n.meta["module"] for n in attention} == {"blocks.0", "blocks.1"} and len(attention) == 4
+    assert {"y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"} == {n.meta["source"].code for n in attention}
+    assert {n.meta["step_source"].function for n in nodes} == {"language"}
+    assert {n.meta["checkpoint"] for n in attention if n.meta["phase"] == "forward"} == {1, 2}
+    norms = [n for n in nodes if "clip_grad" in n.meta["source"].code]
+    assert norms and all(n.meta["phase"] == "update" for n in norms)

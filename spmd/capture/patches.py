@@ -11,7 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint as checkpoint
 from torch.optim.lr_scheduler import LRScheduler
 
-from spmd._torch import get_mkldnn_enabled, set_mkldnn_enabled
+from spmd._torch import get_mkldnn_enabled, set_mkldnn_enabled, torch_decompositions
 from spmd.capture.provenance import Tracker
 from spmd.capture.random import eager_dropout
 from spmd.errors import CaptureError, Offence, SideEffectError
@@ -23,6 +23,7 @@ def patched(tracker: Tracker) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_checkpoint(tracker))
         stack.enter_context(_dropout())
+        stack.enter_context(_rnn_dropout())
         stack.enter_context(_no_dist(tracker))
         stack.enter_context(_no_scheduler(tracker))
         stack.enter_context(_no_mkldnn())
@@ -94,6 +95,28 @@ def _dropout() -> Iterator[None]:
     finally:
         op.py_kernels.update(before)
         op._dispatch_cache.clear()
+
+
+@contextmanager
+def _rnn_dropout() -> Iterator[None]:
+    """torch 2.13's decomposition of LSTM, GRU and RNN loses the dropout between layers: it's given one layer at a time."""
+    one_layer = torch_decompositions._rnn_helper
+
+    def layers(
+        x: Any, hidden: Any, params: Any, biases: bool, count: int, p: float, train: bool, bidirectional: bool, batch_first: bool, layer: Any
+    ) -> tuple[Any, list[Any]]:
+        width = 2 if bidirectional else 1
+        x, last = x.transpose(0, 1) if batch_first else x, []
+        for i in range(count):
+            if i and train and p:
+                x = torch.dropout(x, p, True)
+            part = slice(i * width, (i + 1) * width)
+            x, h = one_layer(x, hidden[part], params[part], biases, 1, 0.0, train, bidirectional, False, layer)
+            last += h
+        return x.transpose(0, 1) if batch_first else x, last
+
+    with replaced(torch_decompositions, _rnn_helper=layers):
+        yield
 
 
 @contextmanager

@@ -74,6 +74,11 @@ def random(call: Call) -> Rule:
     return labelled([[None] * len(s) for s in call.inputs], [[None] * len(o or ()) for o in call.outputs], whole=True)
 
 
+def whole_value(call: Call, **options: Any) -> Rule:
+    """Reads the whole tensor by its nature: replicated inputs are no fallback."""
+    return labelled([[None] * len(s) for s in call.inputs], [[None] * len(o or ()) for o in call.outputs], **options)
+
+
 def view(call: Call) -> Rule:
     sizes = "size" if call.has("size") else "shape" if call.has("shape") else ""
     n = len(call.inputs[0])

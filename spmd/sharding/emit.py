@@ -67,6 +67,15 @@ def input_size(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any]
     return build.op(call.target, *args, **kwargs)
 
 
+def restrided(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+    """as_strided addresses memory: its input must lie as it did when the step was traced."""
+    traced = call.tensors[0].meta["val"]
+    if build.val(args[0]).stride() != traced.stride():
+        home = build.op(aten.new_empty_strided.default, args[0], list(traced.shape), list(traced.stride()))
+        args[0] = build.op(aten.copy.default, home, args[0])
+    return build.op(call.target, *args, **kwargs)
+
+
 def first_only(build: Build, x: fx.Node, rank: int) -> fx.Node:
     """`x` on rank 0, zeros elsewhere: what makes a replicated tensor a partial sum."""
     val = build.val(x)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from spmd.sharding import categories as c
+from spmd.sharding import emit
 from spmd.sharding.rule import Call, Rule
 
 Entry = Callable[[Call], Rule | None]
@@ -85,6 +86,10 @@ row(c.attention, """
 row(c.along, "_softmax _safe_softmax _log_softmax cumprod logcumsumexp sort topk argmax argmin argsort logsumexp prod softmax log_softmax cummax cummin median kthvalue mode nanmedian")
 row(partial(c.along, linear=FIRST), "_softmax_backward_data _log_softmax_backward_data cumsum flip")
 row(partial(c.along, linear=FIRST, dim="dims"), "roll")
+
+# one number, or memory as it lies: of the whole only
+row(c.whole_value, "_local_scalar_dense equal is_nonzero")
+row(partial(c.whole_value, emit=emit.restrided), "as_strided as_strided_scatter")
 
 # indices
 row(c.embedding, "embedding")
