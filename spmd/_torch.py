@@ -57,3 +57,6 @@ from torch.overrides import _pop_mode_temporarily as without_top_function_mode
 
 # Capture: the helper behind LSTM, GRU and RNN decompositions, whose dropout is broken in 2.13.
 from torch._decomp import decompositions as torch_decompositions
+
+# Capture: arithmetic on sizes becomes nodes only where a tensor op uses it (three of four nodes otherwise, dead at the end).
+from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as lazy_size_nodes

@@ -777,3 +777,46 @@ def test_provenance() -> None:
     assert {n.meta["checkpoint"] for n in attention if n.meta["phase"] == "forward"} == {1, 2}
     norms = [n for n in nodes if "clip_grad" in n.meta["source"].code]
     assert norms and all(n.meta["phase"] == "update" for n in norms)
+
+
+# Models of `transformers`, dropout on as they come.
+
+
+def _tiny(name: str) -> tuple[nn.Module, Callable[[int], tuple[Any, ...]]]:
+    import transformers as t
+
+    def words(n: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randint(3, 50, (n, 9)), torch.randint(3, 50, (n, 9)))
+
+    if name == "gpt2":
+        return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)), words
+    if name == "llama":
+        config = t.LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        return t.LlamaForCausalLM(config), words
+    if name == "bert":
+        config = t.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
+        return t.BertForMaskedLM(config), words
+    if name == "t5":
+        config = t.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        return t.T5ForConditionalGeneration(config), words
+    config = t.ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=16, patch_size=8, num_labels=5, hidden_dropout_prob=0.1)
+    return t.ViTForImageClassification(config), lambda n: (torch.randn(n, 3, 16, 16, dtype=torch.float64), torch.randint(0, 5, (n,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
+def test_transformers(name: str) -> None:
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = model(x, labels=y).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    model, batch = _tiny(name)
+    # SGD and a float32 tolerance: some of them take the loss in float32, and Adam would enlarge its rounding.
+    optim = torch.optim.SGD(model.double().train().parameters(), 0.1, momentum=0.9)
+    captured = check(step, model, optim, batch, tolerance=1e-6, sizes=(6, 4, 6))
+    assert captured.step.batch is not None

@@ -16,6 +16,7 @@ from spmd._torch import (
     FunctionalTensorMode,
     TracingContext,
     enable_python_dispatcher,
+    lazy_size_nodes,
     make_fx,
     set_multithreading_enabled,
     tracing,
@@ -134,6 +135,7 @@ class Trace:
         substitution = Substitution(swap, self.watch, {id(e.traced) for e in self.entries})
         hypers = [e for e in self.entries if e.slot.container is not None]
         with ExitStack() as stack:
+            stack.enter_context(lazy_size_nodes())
             stack.enter_context(swapped_modules(self.objects, self.by_id))
             for trace in self.optimizers:
                 stack.enter_context(trace.installed(swap, states))

@@ -64,9 +64,7 @@ class Executor:
             self._check(arguments)
             if self.takes_settle:
                 arguments.append(settle)
-            results = self.run(*arguments)
-            del arguments
-            return self._deliver(results)
+            return self._deliver(list(self.run(*arguments)))
 
     # ------------------------------------------------------------------------------------------------- inputs
 
@@ -105,11 +103,12 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------- outputs
 
-    def _deliver(self, results: Sequence[Any]) -> Any:
+    def _deliver(self, results: list[Any]) -> Any:
         """Put gradients and new states where they belong; what the user returns is the return value."""
         binding, inputs = self.binding, self.local.step.inputs
         returned: list[Any] = []
-        for (out, node, layouts), value in zip(self.outputs, results, strict=True):
+        for i, (out, node, layouts) in enumerate(self.outputs):
+            value, results[i] = results[i], None  # new states are copied into their storage: hold one at a time, not all
             if out.role is Role.GRADIENT:
                 binding.set_gradient(owner_of(out, inputs), value)
             elif out.role is Role.STATE and out.updates is None:

@@ -56,10 +56,10 @@ class OptimizerTies:
         if known is not None and known.layouts == layouts and known.fits(value):
             known.load(value)
             storage = known
-        elif _stays_plain(key, owner, value, self.world):
+        elif self.world.mesh is None:
             storage = Storage.plain(name, value, self.world)
-        else:
-            storage = Storage.of(name, value, layouts, self.world)
+        else:  # in memory of its own: after load_state_dict it's shared with the user's checkpoint, or with another optimizer
+            storage = self._own(owner, key, name, value, layouts)
         return self._keep(owner, key, storage)
 
     def create(
@@ -77,10 +77,16 @@ class OptimizerTies:
                 known.local.copy_(local)
             storage = known
         elif _stays_plain(key, owner, local, self.world):
-            storage = Storage.plain(name, local, self.world)
+            storage = Storage.plain(name, local.clone(), self.world)  # two states may be one value of the graph
         else:
             storage = Storage.from_local(name, local, layouts, like.shape, like.stride(), self.world)
         return self._keep(owner, key, storage)
+
+    def _own(self, owner: torch.Tensor, key: str, name: str, value: torch.Tensor, layouts: Layouts) -> Storage:
+        if _stays_plain(key, owner, value, self.world):
+            return Storage.plain(name, value.detach().clone(), self.world)
+        whole = all(layout == R for layout in layouts)
+        return Storage.of(name, value.detach().clone() if whole else value, layouts, self.world)
 
     def known(self, owner: torch.Tensor, key: str) -> Storage | None:
         return self.storages.get(owner, {}).get(key)
@@ -127,9 +133,9 @@ class OptimizerTies:
             known = self.known(owner, key)
             if known is None or not known.fits(value):
                 home = Storage.under(owner)
-                if home is not None and not _stays_plain(key, owner, value, self.world):
+                if home is not None:
                     layouts = home.layouts if value.shape == owner.shape else (R,) * len(self.world.shape)
-                    self._keep(owner, key, Storage.of(f"{home.name}.{key}", value, layouts, self.world))
+                    self._keep(owner, key, self._own(owner, key, f"{home.name}.{key}", value, layouts))
             elif value is known.tensor:
                 if not known.intact():
                     known.repair()

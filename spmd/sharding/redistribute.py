@@ -133,7 +133,9 @@ def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
 
 
 def contiguous(build: Build, x: fx.Node) -> fx.Node:
-    """Dense in row-major order, as collectives need; copied at run time only where it isn't."""
+    """Dense in row-major order, as collectives need; copied at run time only where it isn't. Padded buffers have one shape on all ranks."""
+    if x.op == "placeholder" and build.val(x).is_contiguous():
+        return x
     return build.op(aten.contiguous.default, x)
 
 

@@ -1,0 +1,5 @@
+"""`python -m spmd` is the `spmd` command."""
+
+from spmd.cli import app
+
+app()
