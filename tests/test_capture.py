@@ -84,7 +84,6 @@ def check(
     tolerance: float = 1e-12,
     between: Callable[[torch.optim.Optimizer | None], None] = lambda optim: None,
     before: int = 0,
-    traces: int = 1,
 ) -> Capture:
     """Replays one capture for several calls of different batch sizes, and eager beside it. `before`: eager steps first."""
     for _ in range(before):
@@ -117,6 +116,7 @@ def check(
         assert torch.equal(ended, torch.get_rng_state()), "another number of random draws than eager"
         compare(replay, replayed, eager, model, optim, tolerance, f"step {i}, batch {size}")
         between(optim)
+        assert captured.guards.scalars.changed() is None, "something that changed is baked into the graph"
     return captured
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -41,58 +41,57 @@ def _scalar(value: Any) -> bool:
     return isinstance(value, SCALARS) or isinstance(value, tuple) and all(isinstance(v, SCALARS) for v in value)
 
 
-@dataclass
-class _Values:
-    """Scalars in one mapping. `title` formats a key into a name."""
+class _Scalars:
+    """Scalars in many mappings: one C-speed lookup and one comparison for each mapping."""
 
-    mapping: Mapping[str, Any]
-    keys: tuple[str, ...]
-    title: Callable[[str], str]
-    get: Callable[[Any], Any] = field(init=False)
-    expected: Any = field(init=False)
+    def __init__(self, wanted: Iterable[tuple[Mapping[str, Any], tuple[str, ...], Callable[[str], str]]]) -> None:
+        self.wanted = list(wanted)
+        self.getters = [(itemgetter(*keys), mapping) for mapping, keys, _ in self.wanted]
+        self.expected = self._now()
 
-    def __post_init__(self) -> None:
-        self.get = itemgetter(*self.keys)
-        self.expected = self.get(self.mapping)
+    def _now(self) -> list[Any]:
+        return [get(mapping) for get, mapping in self.getters]
 
     def changed(self) -> Changed | None:
         try:
-            now = self.get(self.mapping)
+            if self._now() == self.expected:
+                return None
         except KeyError:
-            now = None
-        if now == self.expected:
-            return None
-        old = (self.expected,) if len(self.keys) == 1 else self.expected
-        for key, before in zip(self.keys, old, strict=True):
-            after = self.mapping.get(key, _ABSENT)
-            if after is not before and after != before:
-                return Changed(self.title(key), before, after)
+            pass
+        for (mapping, keys, title), old in zip(self.wanted, self.expected, strict=True):
+            for key, before in zip(keys, (old,) if len(keys) == 1 else old, strict=True):
+                after = mapping.get(key, _ABSENT)
+                if after is not before and after != before:
+                    return Changed(title(key), before, after)
         return None
 
 
-@dataclass
 class _Identities:
-    """The objects in one container, by identity and order."""
+    """Objects in many containers, by identity and order."""
 
-    items: Callable[[], Iterable[Any]]
-    name: str
-    expected: list[Any] = field(init=False)
+    def __init__(self, containers: Iterable[tuple[Mapping[str, Any], str]]) -> None:
+        pairs = list(containers)
+        self.names = [name for _, name in pairs]
+        self.mappings = [mapping for mapping, _ in pairs]
+        self.expected = [list(m.values()) for m in self.mappings]
+        self.flat = self._now()
 
-    def __post_init__(self) -> None:
-        self.expected = list(self.items())
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable([m.values() for m in self.mappings]))
 
     def changed(self) -> Changed | None:
-        now = list(self.items())
-        if len(now) == len(self.expected) and all(map(_is, now, self.expected)):
+        now = self._now()
+        if len(now) == len(self.flat) and all(map(is_, now, self.flat)):
             return None
-        return Changed(self.name, None, None, f"{self.name} holds other objects than when it was traced")
+        for name, mapping, expected in zip(self.names, self.mappings, self.expected, strict=True):
+            items = list(mapping.values())
+            if len(items) != len(expected) or not all(map(is_, items, expected)):
+                return Changed(name, None, None, f"{name} holds other objects than when it was traced")
+        return None
 
-    def rebind(self, mapping: Mapping[int, Any]) -> None:
-        self.expected = [mapping.get(id(x), x) for x in self.expected]
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+    def rebind(self, replaced: Mapping[int, Any]) -> None:
+        self.expected = [[replaced.get(id(x), x) for x in items] for items in self.expected]
+        self.flat = list(chain.from_iterable(self.expected))
 
 
 def environment() -> tuple[Any, ...]:
@@ -125,21 +124,26 @@ class Guards:
         """`inputs`: names of scalars that are inputs of the graph; `gradients`: parameters whose gradient's presence matters."""
         self.environment = environment()
         self.objects = objects
-        self.values = list(_scalars(objects, inputs))
-        self.identities = list(_identities(objects))
-        self.hooks = [(vars(m), n) for n, m in objects.submodules()]
-        self.had_hooks = {id(d): _hook_count(d) for d, _ in self.hooks}
+        self.scalars = _Scalars(_scalars(objects, inputs))
+        self.members = _Identities(_members(objects))
+        self.optimized = _optimized(objects)
+        self.hooks = [vars(m)[k] for _, m in objects.submodules() for k in _HOOKS]
+        self.hook_owners = [n for n, _ in objects.submodules() for _ in _HOOKS]
+        self.hook_counts = list(map(len, self.hooks))
         self.parameters = [t.tensor for t in objects.tensors.values()]
         self.names = [t.name for t in objects.tensors.values()]
         self.flags = list(map(_flags, self.parameters))
         wanted = set(gradients)
         self.gradients = [(i, self.parameters[i].grad is None) for i, n in enumerate(self.names) if n in wanted]
-        self.tensors: list[tuple[Callable[[], Any], str]] = []
         self._arguments(arguments, batch_dims, inputs)
         self._states()
 
     def _arguments(self, arguments: Arguments, batch_dims: Mapping[int, int], inputs: frozenset[str]) -> None:
         self.spec, self.paths = arguments.spec, arguments.paths
+        args, kwargs = arguments.rebuild(arguments.leaves)
+        one_each = not arguments.objects and len(args) + len(kwargs) == len(arguments.leaves) and all(map(is_, arguments.leaves, [*args, *kwargs.values()]))
+        self.plain = (tuple(map(type, args)), tuple(kwargs)) if one_each else None
+        self.plain_kwargs = tuple(map(type, kwargs.values()))
         self.leaves: list[Any] = []
         for i, (path, leaf) in enumerate(zip(arguments.paths, arguments.leaves, strict=True)):
             if isinstance(leaf, torch.Tensor) and id(successor(leaf)) not in self.objects.tensors:
@@ -158,22 +162,21 @@ class Guards:
         if (now := environment()) != self.environment:
             i = next(i for i, (a, b) in enumerate(zip(now, self.environment, strict=True)) if a != b)
             return Changed(_ENVIRONMENT[i], self.environment[i], now[i])
-        leaves = flatten_leaves(args, kwargs)
-        if len(leaves) != len(self.leaves) or not args and not kwargs and leaves or pytree.tree_structure((args, dict(kwargs))) != self.spec:
-            return Changed("the structure of the arguments", None, None, "the structure of the arguments changed")
+        if self.plain == (tuple(map(type, args)), tuple(kwargs)) and self.plain_kwargs == tuple(map(type, kwargs.values())):
+            leaves = [*args, *kwargs.values()]  # each argument is a leaf, as it was: no tree to walk
+        else:
+            leaves = flatten_leaves(args, kwargs)
+            if len(leaves) != len(self.leaves) or pytree.tree_structure((args, dict(kwargs))) != self.spec:
+                return Changed("the structure of the arguments", None, None, "the structure of the arguments changed")
         for guard, leaf in zip(self.leaves, leaves, strict=True):
             if guard is not None and (changed := guard.changed(leaf)):
                 return changed
-        for checks in (self.values, self.identities):
-            for check in checks:
-                if changed := check.changed():
-                    return changed
-        return self._check_tensors() or self._check_states()
+        return self.scalars.changed() or self.members.changed() or self._check_tensors() or self._check_optimizers()
 
     def _check_tensors(self) -> Changed | None:
-        for d, name in self.hooks:
-            if _hook_count(d) != self.had_hooks[id(d)]:
-                return Changed(f"hooks of {name or 'the module'}", self.had_hooks[id(d)], _hook_count(d))
+        if (counts := list(map(len, self.hooks))) != self.hook_counts:
+            i = next(i for i, (a, b) in enumerate(zip(counts, self.hook_counts, strict=True)) if a != b)
+            return Changed(f"number of hooks of {self.hook_owners[i] or 'the module'}", str(self.hook_counts[i]), str(counts[i]))
         flags = list(map(_flags, self.parameters))
         if flags != self.flags:
             i = next(i for i, (a, b) in enumerate(zip(flags, self.flags, strict=True)) if a != b)
@@ -185,7 +188,11 @@ class Guards:
                 return Changed(f"{self.names[i]}.grad", "None" if absent else "a gradient", "a gradient" if absent else "None")
         return None
 
-    def _check_states(self) -> Changed | None:
+    def _check_optimizers(self) -> Changed | None:
+        now = _optimized(self.objects)
+        if len(now) != len(self.optimized) or not all(map(is_, now, self.optimized)):
+            name = next(iter(self.objects.optimizers))
+            return Changed(f"{name}.param_groups", None, None, f"{name}.param_groups holds other parameters than when it was traced")
         for name, optimizer, keys in self.states:
             if (now := _state_keys(optimizer)) != keys:
                 return Changed(f"{name}.state", None, None, f"{name}.state has other entries than when it was traced")
@@ -193,15 +200,15 @@ class Guards:
 
     def rebind(self, mapping: Mapping[int, Any]) -> None:
         """Tensors were replaced, `mapping[id(old)] = new`, and optimizer states were made: both are expected from now on."""
-        for check in self.identities:
-            check.rebind(mapping)
+        self.members.rebind(mapping)
+        self.optimized = [mapping.get(id(p), p) for p in self.optimized]
         self.parameters = [mapping.get(id(p), p) for p in self.parameters]
         self.flags = list(map(_flags, self.parameters))
         self._states()
 
 
 def _state_keys(optimizer: torch.optim.Optimizer) -> list[tuple[str, ...]]:
-    return [tuple(s) if isinstance(s, dict) else () for s in optimizer.state.values() if s]
+    return list(map(tuple, filter(None, optimizer.state.values())))
 
 
 def _flags(t: torch.Tensor) -> tuple[bool, int]:
@@ -209,35 +216,38 @@ def _flags(t: torch.Tensor) -> tuple[bool, int]:
     return t.requires_grad, len(hooks) if hooks else 0
 
 
-def _hook_count(d: Mapping[str, Any]) -> int:
-    """The user's hooks on a module; those that spmd puts on sharded ones don't count."""
-    return sum(not getattr(hook, "_spmd", False) for k in _HOOKS if d[k] for hook in d[k].values())
+def _optimized(objects: Objects) -> list[Any]:
+    return [p for o in objects.optimizers.values() for g in o.param_groups for p in g["params"]]
 
 
+def _scalars(objects: Objects, inputs: frozenset[str]) -> Iterator[tuple[Mapping[str, Any], tuple[str, ...], Callable[[str], str]]]:
+    """(mapping, keys, key -> name) of all scalars that the graph takes for granted."""
 
-def _scalars(objects: Objects, inputs: frozenset[str]) -> Iterator[_Values]:
-    def some(mapping: MutableMapping[str, Any], title: Callable[[str], str], keys: Iterable[str]) -> Iterator[_Values]:
-        chosen = tuple(k for k in keys if k in mapping and _scalar(mapping[k]) and title(k) not in inputs and k not in _BOOKKEEPING)
-        if chosen:
-            yield _Values(mapping, chosen, title)
+    def some(mapping: Mapping[str, Any], prefix: str, suffix: str, keys: Iterable[str]) -> Any:
+        def title(key: str) -> str:
+            return f"{prefix}{key}{suffix}"
 
-    for fqn, module in objects.submodules():
-        yield from some(vars(module), lambda k, fqn=fqn: f"{fqn}.{k}" if fqn else k, vars(module))  # type: ignore[misc]
+        chosen = tuple(k for k in keys if k in mapping and _scalar(mapping[k]) and not _is_input(title(k), inputs) and k not in _BOOKKEEPING)
+        return (mapping, chosen, title) if chosen else None
+
+    found = [some(vars(module), f"{fqn}." if fqn else "", "", vars(module)) for fqn, module in objects.submodules()]
     for name, optimizer in objects.optimizers.items():
-        for i, group in enumerate(optimizer.param_groups):
-            yield from some(group, lambda k, name=name, i=i: f"{name}.param_groups[{i}].{k}", group)  # type: ignore[misc]
-    for scope in objects.scopes:
-        yield from some(scope.mapping, lambda k, title=scope.title: scope_name(title, k), scope.keys)  # type: ignore[misc]
+        found += [some(group, f"{name}.param_groups[{i}].", "", group) for i, group in enumerate(optimizer.param_groups)]
+    found += [some(scope.mapping, "", scope_name(scope.title, ""), scope.keys) for scope in objects.scopes]
+    return (f for f in found if f is not None)
 
 
-def _identities(objects: Objects) -> Iterator[_Identities]:
+def _is_input(name: str, inputs: frozenset[str]) -> bool:
+    """Whether the scalar, or every element of the tuple, is read anew at each call."""
+    return name in inputs or f"{name}[0]" in inputs
+
+
+def _members(objects: Objects) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Where modules keep parameters and submodules. Buffers may be re-assigned by the step: their names matter, not their identity."""
     for fqn, module in objects.submodules():
-        for key in ("_parameters", "_buffers", "_modules"):
-            held = vars(module)[key]
-            if held and key != "_buffers":
-                yield _Identities(held.values, f"{fqn or type(module).__name__}.{key}")
-    for name, optimizer in objects.optimizers.items():
-        yield _Identities(lambda o=optimizer: [p for g in o.param_groups for p in g["params"]], f"{name}.param_groups")  # type: ignore[misc]
+        for key in ("_parameters", "_modules"):
+            if vars(module)[key]:
+                yield vars(module)[key], f"{fqn or type(module).__name__}.{key}"
 
 
 class _TensorGuard:

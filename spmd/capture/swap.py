@@ -60,6 +60,8 @@ class Substitution(TorchFunctionMode):
             return self._grad(func, args)
         if owner is torch.Tensor.data and func.__name__ == "__set__" and id(args[0]) in self.known:  # type: ignore[comparison-overlap]
             return _assign_data(*args)
+        if func in (torch.as_tensor, torch.tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
+            return _from_number(*args, **kwargs)
         if func is torch.Tensor.register_hook:
             args = (args[0], self.inside(args[1]), *args[2:])
         return func(*args, **kwargs)
@@ -113,6 +115,12 @@ def _has_real(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return _is_real(value)
     return isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) and _is_real(v) for v in value)
+
+
+def _from_number(number: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """`torch.tensor(number)`, which would make a constant of a symbolic number."""
+    natural = torch.get_default_dtype() if isinstance(number, torch.SymFloat) else torch.int64
+    return torch.scalar_tensor(number, dtype=dtype or natural, device=device)
 
 
 def _assign_data(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from spmd.capture.objects import Objects, discover
 from spmd.capture.optim import check_supported
 from spmd.capture.refuse import explain
 from spmd.capture.result import Capture
+from spmd.capture.sizes import note_varying_dims
 from spmd.capture.trace import Plan, Trace, Traced
 from spmd.errors import SpmdError
 from spmd.graph.step import Role, StepGraph
@@ -106,9 +107,22 @@ class _Session:
             except Exception:  # noqa: BLE001  a step that holds at this batch only fails at another size: the static trace tells
                 pass
         try:
-            return self._attempt(Plan(self.batch, None))
+            traced, finished = self._attempt(Plan(self.batch, None))
         except Exception as error:
             raise explain(error, self.objects, self.local, self.batch) from error
+        if self.batch is not None and self.batch > 1:
+            self._compare(finished.step)
+        return traced, finished
+
+    def _compare(self, step: StepGraph) -> None:
+        """A static trace doesn't know which dims carry the batch; a second one at another size tells, if the step takes the same path there."""
+        assert self.batch is not None
+        size = pick_hint(self.batch, self._sizes())
+        try:
+            _, twin = self._attempt(Plan(size, None))
+        except Exception:  # noqa: BLE001  it holds at this batch only: what carries the batch stays unknown
+            return
+        note_varying_dims(step.graph, twin.step.graph, self.batch, size)
 
     def _sizes(self) -> set[int]:
         tensors = [*(t.tensor for t in self.objects.tensors.values()), *(v for v in self.arguments.leaves if isinstance(v, torch.Tensor))]

@@ -46,7 +46,8 @@ class Concretion:
             new.meta = copy.copy(node.meta)
             val = node.meta.get("val")
             new.meta["val"] = tree_map(self.concrete, val)
-            new.meta["varies"] = tuple(self.size(n)[1] for n in val.shape) if isinstance(val, torch.Tensor) else None
+            if self.symbol is not None:  # else the capture has noted it
+                new.meta["varies"] = tuple(self.size(n)[1] for n in val.shape) if isinstance(val, torch.Tensor) else None
         module = fx.GraphModule(self.step.module, graph)
         return replace(self.step, module=module, batch=None, size=self.batch)
 

@@ -37,10 +37,10 @@ def gathered(*modules: nn.Module) -> Iterator[None]:
     Optimizers keep the sharded parameters. Blocks may nest. Without a mesh nothing is lent: parameters are whole.
     """
     loans: dict[int, _Loan] = {}
+    each = dict.fromkeys(module for root in modules for module in root.modules())
     places = [
         (module, name, tensor)
-        for root in modules
-        for module in root.modules()
+        for module in each
         for _, name, tensor in hooks.held(module)
         if isinstance(tensor, DTensor)
     ]
