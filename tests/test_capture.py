@@ -26,7 +26,9 @@ class Replay:
         self.stored = {s.input.name: s.tensor.detach().clone() for s in captured.slots if s.tensor is not None}
         self.grads: dict[str, torch.Tensor | None] = {}
         if captured.init is not None:
-            inputs = [self._number(i.name) if i.role is Role.HYPER else self.stored[i.name] for i in captured.init.inputs]
+            inputs = [
+                self._number(i.name) if i.role is Role.HYPER else self.stored[i.name] for i in captured.init.inputs
+            ]
             for output, value in zip(captured.init.outputs, captured.init.module(*inputs), strict=True):
                 self.stored[output.name] = value
 
@@ -72,7 +74,7 @@ def named_state(model: nn.Module, optim: torch.optim.Optimizer | None) -> dict[s
     out = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for p, state in optim.state.items() if optim else ():
         out.update({f"{names[p]}.{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)})
-    return {k: v for k, v in out.items()}
+    return out
 
 
 def check(
@@ -97,7 +99,18 @@ def check(
     assert torch.equal(state, torch.get_rng_state()), "tracing drew random numbers"
     assert [p.requires_grad for p in model.parameters()] == flags
     after = (model.state_dict(), optim.state_dict() if optim else None)
-    assert pytree.tree_all(lambda same: same, pytree.tree_map(lambda a, b: bool((torch.as_tensor(a) == torch.as_tensor(b)).all()) if isinstance(a, (torch.Tensor, float)) else a == b, snapshot, after))
+    assert pytree.tree_all(
+        lambda same: same,
+        pytree.tree_map(
+            lambda a, b: (
+                bool((torch.as_tensor(a) == torch.as_tensor(b)).all())
+                if isinstance(a, (torch.Tensor, float))
+                else a == b
+            ),
+            snapshot,
+            after,
+        ),
+    )
     assert captured.guards.check(step, (model, optim, *first), {}) is None
     replay = Replay(captured)
     for i, size in enumerate(sizes):
@@ -120,7 +133,9 @@ def check(
     return captured
 
 
-def compare(replay: Replay, replayed: Any, eager: Any, model: nn.Module, optim: Any, tolerance: float, where: str) -> None:
+def compare(
+    replay: Replay, replayed: Any, eager: Any, model: nn.Module, optim: Any, tolerance: float, where: str
+) -> None:
     ours, theirs = pytree.tree_leaves(replayed), pytree.tree_leaves(eager)
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
@@ -139,7 +154,9 @@ def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5)).to(dtype)
 
 
-def labelled(dtype: torch.dtype = torch.float64, *shape: int, classes: int = 5) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+def labelled(
+    dtype: torch.dtype = torch.float64, *shape: int, classes: int = 5
+) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
     return lambda n: (torch.randn(n, *(shape or (8,)), dtype=dtype), torch.randint(0, classes, (n,)))
 
 
@@ -218,7 +235,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int = 2, d: int = 16, heads: int = 4, vocab: int = 19, length: int = 7, dropout: float = 0.1, recompute: bool = False, tied: bool = True) -> None:
+    def __init__(
+        self,
+        layers: int = 2,
+        d: int = 16,
+        heads: int = 4,
+        vocab: int = 19,
+        length: int = 7,
+        dropout: float = 0.1,
+        recompute: bool = False,
+        tied: bool = True,
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, d), nn.Embedding(length, d)
         self.blocks = nn.ModuleList(Block(d, heads, dropout) for _ in range(layers))
@@ -261,7 +288,11 @@ def cnn() -> nn.Module:
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.a, self.b, self.reentrant = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh()), nn.Linear(16, 5), reentrant
+        self.a, self.b, self.reentrant = (
+            nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh()),
+            nn.Linear(16, 5),
+            reentrant,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_() if self.reentrant else x
@@ -352,7 +383,9 @@ def test_zero_grad_first_or_last_is_one_program() -> None:
         again = capture(step, args)
         assert str(fresh.step) == str(again.step)
         assert bool(fresh.cleared) is cleared
-        assert [o.name for o in fresh.step.outputs if o.role is Role.GRADIENT] == ([] if cleared else [f"{n}.grad" for n, _ in model.named_parameters()])
+        assert [o.name for o in fresh.step.outputs if o.role is Role.GRADIENT] == (
+            [] if cleared else [f"{n}.grad" for n, _ in model.named_parameters()]
+        )
 
 
 def test_gradients_accumulate_across_calls() -> None:
@@ -369,7 +402,9 @@ def test_gradients_accumulate_across_calls() -> None:
     changed = fresh.guards.check(accumulate, args, {})
     assert changed and changed.name == "0.weight.grad"
     second = capture(accumulate, args)
-    assert [i.name for i in second.step.inputs if i.role is Role.GRADIENT] == [f"{n}.grad" for n, _ in model.named_parameters()]
+    assert [i.name for i in second.step.inputs if i.role is Role.GRADIENT] == [
+        f"{n}.grad" for n, _ in model.named_parameters()
+    ]
     replay = Replay(second)
     replay(*args)
     accumulate(*args)
@@ -424,7 +459,11 @@ def test_tensors_closed_over() -> None:
     first = model[0].weight
 
     def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y, weight=weights) + first.square().sum() + (model[0](x) * model.table).sum() * 0.01
+        loss = (
+            F.cross_entropy(model(x), y, weight=weights)
+            + first.square().sum()
+            + (model[0](x) * model.table).sum() * 0.01
+        )
         loss.backward()
         optim.step()
         optim.zero_grad()
@@ -525,11 +564,25 @@ def test_outputs() -> None:
     def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        return {"loss": loss, "n": x.shape[0] * 2, "name": "a", "w": model[0].weight, "g": model[0].weight.grad, "item": loss.item(), "none": None}
+        return {
+            "loss": loss,
+            "n": x.shape[0] * 2,
+            "name": "a",
+            "w": model[0].weight,
+            "g": model[0].weight.grad,
+            "item": loss.item(),
+            "none": None,
+        }
 
     model = mlp()
     captured = capture(step, (model, None, *labelled()(6)))
-    by_name = dict(zip(["loss", "n", "name", "w", "g", "item"], (o for o in captured.step.outputs if o.role is Role.USER), strict=False))
+    by_name = dict(
+        zip(
+            ["loss", "n", "name", "w", "g", "item"],
+            (o for o in captured.step.outputs if o.role is Role.USER),
+            strict=False,
+        )
+    )
     assert by_name["w"].alias_of == "0.weight" and by_name["g"].grad_of == "0.weight"
     out = Replay(captured)(model, None, *labelled()(4))
     assert out["n"] == 8 and out["name"] == "a" and out["none"] is None and isinstance(out["item"], float)
@@ -539,14 +592,20 @@ def test_nested_arguments() -> None:
     def step(model: nn.Module, batch: dict[str, Any], scale: float) -> torch.Tensor:
         return (model(batch["x"]) * scale * batch["mask"]).sum() + batch["pair"][1].sum()
 
-    batch = {"x": torch.randn(6, 8, dtype=torch.float64), "mask": torch.rand(5, dtype=torch.float64), "pair": [torch.ones(6), torch.ones(6)]}
+    batch = {
+        "x": torch.randn(6, 8, dtype=torch.float64),
+        "mask": torch.rand(5, dtype=torch.float64),
+        "pair": [torch.ones(6), torch.ones(6)],
+    }
     captured = capture(step, (mlp(), batch, 2.0), replicated=("batch.mask",))
     names = {i.name: i.batch_dim for i in captured.step.inputs if i.role is Role.USER}
     assert names == {"batch.x": 0, "batch.mask": None, "batch.pair[0]": 0, "batch.pair[1]": 0}
 
 
 def test_scalars_are_guarded_or_lifted() -> None:
-    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    def step(
+        model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, alpha: float = 1.0
+    ) -> torch.Tensor:
         return train(model, optim, x * alpha, y)
 
     model = mlp()
@@ -601,7 +660,9 @@ def test_a_batch_of_one_and_a_specialised_batch_are_static() -> None:
     assert capture(step, (mlp(), torch.randn(6, 8, dtype=torch.float64))).step.size == 6
 
 
-def refused(error: type[Exception], step: Callable[..., Any], *words: str, model: nn.Module | None = None, **options: Any) -> str:
+def refused(
+    error: type[Exception], step: Callable[..., Any], *words: str, model: nn.Module | None = None, **options: Any
+) -> str:
     """The step is refused, the message has all of `words`, and nothing has changed."""
     model = model or mlp()
     optim = options.pop("optim", None) or torch.optim.SGD(model.parameters(), 0.1)
@@ -789,18 +850,43 @@ def _tiny(name: str) -> tuple[nn.Module, Callable[[int], tuple[Any, ...]]]:
         return (torch.randint(3, 50, (n, 9)), torch.randint(3, 50, (n, 9)))
 
     if name == "gpt2":
-        return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)), words
+        return t.GPT2LMHeadModel(
+            t.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+        ), words
     if name == "llama":
-        config = t.LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        config = t.LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
         return t.LlamaForCausalLM(config), words
     if name == "bert":
-        config = t.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
+        config = t.BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32
+        )
         return t.BertForMaskedLM(config), words
     if name == "t5":
-        config = t.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        config = t.T5Config(
+            vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
+        )
         return t.T5ForConditionalGeneration(config), words
-    config = t.ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=16, patch_size=8, num_labels=5, hidden_dropout_prob=0.1)
-    return t.ViTForImageClassification(config), lambda n: (torch.randn(n, 3, 16, 16, dtype=torch.float64), torch.randint(0, 5, (n,)))
+    config = t.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=8,
+        num_labels=5,
+        hidden_dropout_prob=0.1,
+    )
+    return t.ViTForImageClassification(config), lambda n: (
+        torch.randn(n, 3, 16, 16, dtype=torch.float64),
+        torch.randint(0, 5, (n,)),
+    )
 
 
 @pytest.mark.slow
@@ -820,3 +906,69 @@ def test_transformers(name: str) -> None:
     optim = torch.optim.SGD(model.double().train().parameters(), 0.1, momentum=0.9)
     captured = check(step, model, optim, batch, tolerance=1e-6, sizes=(6, 4, 6))
     assert captured.step.batch is not None
+
+
+# Decompositions and draws keep to eager.
+
+
+def _target(a: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0.1, 0.9, 5, dtype=a.dtype).expand_as(a)
+
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mse": lambda a: F.mse_loss(a, _target(a)),
+    "l1": lambda a: F.l1_loss(a, _target(a), reduction="sum"),
+    "smooth_l1": lambda a: F.smooth_l1_loss(a, _target(a)),
+    "huber": lambda a: F.huber_loss(a, _target(a)),
+    "bce": lambda a: F.binary_cross_entropy(a.sigmoid(), _target(a)),
+    "bce_logits": lambda a: F.binary_cross_entropy_with_logits(a, _target(a), pos_weight=torch.full((5,), 2.0, dtype=a.dtype)),
+    "moments": lambda a: a.std() + a.var(0).sum() + torch.std_mean(a, 1)[0].sum() + torch.var_mean(a, correction=0)[0],
+    "norms": lambda a: a.norm(3) + a.norm(dim=1).sum() + torch.linalg.vector_norm(a, float("inf")) + a.norm(1),
+    "like": lambda a: (torch.rand_like(a) * a + torch.randn_like(a.t()).t() * a).sum(),
+    "draws": lambda a: (torch.empty_like(a.t()).uniform_() * a.t()).sum() + (torch.empty_like(a.t()).normal_() * a.t()).sum(),
+    "gumbel": lambda a: F.gumbel_softmax(a).square().sum(),
+    "alpha_dropout": lambda a: F.alpha_dropout(a, 0.3).sum() + F.dropout(a.t(), 0.4).sum() + F.dropout(a.t() * 1, 0.4, inplace=True).sum(),
+    "layer_norms": lambda a: F.layer_norm(a, (5,)).square().sum() + F.rms_norm(a, (5,)).pow(3).sum(),
+    "sizes": lambda a: a.squeeze().view(-1).sum() + sum(z.square().sum() for z in a.split(2, 1)) + a[:, None].squeeze(1).sum(),
+    "logsumexp": lambda a: torch.logsumexp(a, 0).sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_decompositions(name: str) -> None:
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = LOSSES[name](model(x))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    model = mlp()
+    captured = check(step, model, torch.optim.SGD(model.parameters(), 0.1), labelled(), tolerance=1e-10)
+    assert captured.step.batch is not None
+
+
+def test_two_models_and_two_optimizers() -> None:
+    def gan(G: nn.Module, D: nn.Module, og: Any, od: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        od.zero_grad()
+        fake = G(torch.randn(x.shape[0], 8, dtype=x.dtype))
+        d = F.softplus(D(fake.detach())).mean() + F.softplus(-D(x)).mean()
+        d.backward()
+        od.step()
+        og.zero_grad()
+        g = F.softplus(-D(fake)).mean()
+        g.backward()
+        og.step()
+        return d.detach(), g.detach()
+
+    G, D = (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, n)).double() for n in (8, 1))
+    models = (G, D, adamw(G), adamw(D))
+    captured = capture(gan, (*models, torch.randn(6, 8, dtype=torch.float64)))
+    replay = Replay(captured)
+    for size in (6, 4, 6):
+        state = torch.get_rng_state()
+        ours = replay(*models, torch.randn(size, 8, dtype=torch.float64))
+        torch.set_rng_state(state)
+        theirs = gan(*models, torch.randn(size, 8, dtype=torch.float64))
+        assert max(map(difference, ours, theirs)) < 1e-12
+        assert difference(replay.stored["G.0.weight"], G[0].weight) < 1e-12

@@ -366,7 +366,7 @@ def _copies() -> None:
             with torch.no_grad():
                 other.scale.fill_(4)
         assert whole(other.scale) == 4 and Storage.under(other.scale) is None
-        other.load_state_dict({k: v for k, v in expected.items()})
+        other.load_state_dict(expected)
         assert same(expected, values_of(other))
         kept = other.scale
         assert bind(other).check() and other.scale is kept and Storage.under(kept) is not None

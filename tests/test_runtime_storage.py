@@ -95,7 +95,7 @@ def _placements() -> None:
     assert storage.tensor.placements == (Shard(1),)
     assert layouts_of(storage.tensor) == (shard(1, 4),)
     assert Storage.of("w", torch.zeros(6, 4), (R,), ranks).tensor.placements == (Replicate(),)
-    with pytest.raises(PlacementError, match="emb.weight"):
+    with pytest.raises(PlacementError, match=r"emb\.weight"):
         Storage.of("emb.weight", torch.zeros(6, 4), (Sharded(0, 2, 3, 1),), ranks)
     grouped = Sharded(0, 1, 2, 3)  # two groups of three rows on two ranks: the cuts of S(0)
     assert Storage.of("w", torch.zeros(6, 4), (grouped,), ranks).tensor.placements == (Shard(0),)

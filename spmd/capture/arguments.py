@@ -43,9 +43,11 @@ class Arguments:
                 outer.append(leaves[start])
                 continue
             twin = copy.copy(opened.prototype)
-            twin.__dict__.update(pytree.tree_unflatten(list(leaves[start : start + opened.spec.num_leaves]), opened.spec))
+            twin.__dict__.update(
+                pytree.tree_unflatten(list(leaves[start : start + opened.spec.num_leaves]), opened.spec)
+            )
             outer.append(twin)
-        return pytree.tree_unflatten(outer, self.spec)  # type: ignore[no-any-return]
+        return pytree.tree_unflatten(outer, self.spec)
 
 
 def _opens(leaf: Any) -> dict[str, Any] | None:
@@ -56,7 +58,12 @@ def _opens(leaf: Any) -> dict[str, Any] | None:
         return None
     attributes = vars(leaf)
     held = pytree.tree_leaves(attributes)
-    return attributes if any(isinstance(t, torch.Tensor) for t in held) and not any(isinstance(m, (nn.Module, Optimizer)) for m in held) else None
+    return (
+        attributes
+        if any(isinstance(t, torch.Tensor) for t in held)
+        and not any(isinstance(m, (nn.Module, Optimizer)) for m in held)
+        else None
+    )
 
 
 def flatten_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -120,7 +127,11 @@ def batch_dims(arguments: Arguments, batch_dim: int, replicated: Sequence[str]) 
     tensors = [(i, p) for i, p in enumerate(arguments.paths) if isinstance(arguments.leaves[i], torch.Tensor)]
     unknown = [r for r in replicated if not any(matches(p, (r,)) for p in arguments.paths)]
     offences = [
-        Offence(f"replicated_inputs names {r!r}, which is no argument", remedy=f"use one of: {', '.join(p for _, p in tensors)}") for r in unknown
+        Offence(
+            f"replicated_inputs names {r!r}, which is no argument",
+            remedy=f"use one of: {', '.join(p for _, p in tensors)}",
+        )
+        for r in unknown
     ]
     dims: dict[int, int] = {}
     for i, path in tensors:
@@ -128,17 +139,29 @@ def batch_dims(arguments: Arguments, batch_dim: int, replicated: Sequence[str]) 
         if t.dim() == 0 or matches(path, replicated) or isinstance(t, nn.Parameter):
             continue
         if not -t.dim() <= batch_dim < t.dim():
-            offences.append(Offence(f"{path} has shape {tuple(t.shape)}: no dim {batch_dim} to carry the batch", remedy=_REPLICATE.format(path)))
+            offences.append(
+                Offence(
+                    f"{path} has shape {tuple(t.shape)}: no dim {batch_dim} to carry the batch",
+                    remedy=_REPLICATE.format(path),
+                )
+            )
             continue
         dims[i] = batch_dim % t.dim()
     sizes = {i: arguments.leaves[i].shape[d] for i, d in dims.items()}
     if len(set(sizes.values())) > 1:
         listing = ", ".join(f"{arguments.paths[i]}{list(arguments.leaves[i].shape)} has {n}" for i, n in sizes.items())
         odd = arguments.paths[min(sizes, key=lambda i: list(sizes.values()).count(sizes[i]))]
-        offences.append(Offence(f"arguments disagree about the batch size along dim {batch_dim}: {listing}", remedy=_REPLICATE.format(odd)))
+        offences.append(
+            Offence(
+                f"arguments disagree about the batch size along dim {batch_dim}: {listing}",
+                remedy=_REPLICATE.format(odd),
+            )
+        )
     if offences:
         raise InputError(offences)
     return dims, next(iter(sizes.values()), None)
 
 
-_REPLICATE = "if it doesn't carry the batch, name it: replicated_inputs=({!r},); else give all arguments the same batch size"
+_REPLICATE = (
+    "if it doesn't carry the batch, name it: replicated_inputs=({!r},); else give all arguments the same batch size"
+)

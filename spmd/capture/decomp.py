@@ -74,24 +74,32 @@ def var(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bo
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
-def var_mean(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def var_mean(
+    x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     dims = _dims(x, dim)
     variance, mean = _moments(_opmath(x), dims, correction)
-    return _squeeze(variance, dims, keepdim).to(variance.dtype if x.is_complex() else x.dtype), _squeeze(mean, dims, keepdim).to(x.dtype)
+    return _squeeze(variance, dims, keepdim).to(variance.dtype if x.is_complex() else x.dtype), _squeeze(
+        mean, dims, keepdim
+    ).to(x.dtype)
 
 
 def std(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> torch.Tensor:
     return std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
-def std_mean(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def std_mean(
+    x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     dims = _dims(x, dim)
     variance, mean = _moments(_opmath(x), dims, correction)
     deviation = _squeeze(variance, dims, keepdim).sqrt()
     return deviation.to(deviation.dtype if x.is_complex() else x.dtype), _squeeze(mean, dims, keepdim).to(x.dtype)
 
 
-def vector_norm(x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def vector_norm(
+    x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     dims = _dims(x, dim)
     result = (dtype or x.dtype).to_real() if x.is_complex() or (dtype or x.dtype).is_complex else dtype or x.dtype
     a = _opmath(x.to(dtype) if dtype is not None else x).abs()
@@ -147,7 +155,9 @@ def _batch_norm(
     return out.to(x.dtype), save_mean, save_inverse, running_mean, running_var
 
 
-def native_batch_norm_functional(x: Any, w: Any, b: Any, rm: Any, rv: Any, training: bool, momentum: float, eps: float) -> tuple[Any, ...]:
+def native_batch_norm_functional(
+    x: Any, w: Any, b: Any, rm: Any, rv: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, ...]:
     return _batch_norm(x, w, b, rm, rv, training, momentum, eps)
 
 
@@ -155,7 +165,9 @@ def native_batch_norm_no_stats(x: Any, w: Any, b: Any, training: bool, momentum:
     return _batch_norm(x, w, b, None, None, training, momentum, eps)[:3]
 
 
-def native_batch_norm_no_training(x: Any, w: Any, b: Any, rm: Any, rv: Any, momentum: float, eps: float) -> tuple[Any, ...]:
+def native_batch_norm_no_training(
+    x: Any, w: Any, b: Any, rm: Any, rv: Any, momentum: float, eps: float
+) -> tuple[Any, ...]:
     return _batch_norm(x, w, b, rm, rv, False, momentum, eps)[:3]
 
 
@@ -176,7 +188,9 @@ def expand(x: torch.Tensor, size: Sequence[Any], *, implicit: bool = False) -> A
     if not any(isinstance(n, int) and n == -1 for n in size):
         return NotImplemented
     new = len(size) - x.dim()
-    return aten.expand.default(x, [x.size(i - new) if isinstance(n, int) and n == -1 else n for i, n in enumerate(size)])
+    return aten.expand.default(
+        x, [x.size(i - new) if isinstance(n, int) and n == -1 else n for i, n in enumerate(size)]
+    )
 
 
 def squeeze(x: torch.Tensor) -> torch.Tensor:
@@ -184,10 +198,11 @@ def squeeze(x: torch.Tensor) -> torch.Tensor:
     return aten.squeeze.dims(x, [d for d in range(x.dim()) if x.size(d) == 1])
 
 
-def squeeze_dims(x: torch.Tensor, dim: Any) -> Any:
-    dims = _dims(x, dim) if x.dim() else []
-    ones = [d for d in dims if x.size(d) == 1]
-    return NotImplemented if ones == list(dims) and isinstance(dim, (list, tuple)) else aten.squeeze.dims(x, ones)
+def squeeze_dims(x: torch.Tensor, dim: int | Sequence[int]) -> Any:
+    """Dims of another size than 1 are left out: on a shard they might have size 1."""
+    dims = [d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim)]
+    ones = [d for d in dims if x.dim() and x.size(d) == 1]
+    return NotImplemented if not isinstance(dim, int) and ones == dims else aten.squeeze.dims(x, ones)
 
 
 def split(x: torch.Tensor, split_size: Any, dim: int = 0) -> Any:

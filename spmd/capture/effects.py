@@ -41,7 +41,9 @@ class Change:
         return isinstance(self.after, torch.Tensor)
 
     def offence(self) -> Offence:
-        return Offence(f"the step changes {self.name} from {_short(self.before)} to {_short(self.after)}", remedy=self.remedy)
+        return Offence(
+            f"the step changes {self.name} from {_short(self.before)} to {_short(self.after)}", remedy=self.remedy
+        )
 
 
 @dataclass
@@ -106,7 +108,9 @@ class Effects:
     def _watched(self) -> Iterator[_Watched]:
         for fqn, module in self.objects.submodules():
             title = f"{fqn or type(module).__name__}."
-            yield self._watch(title, vars(module), None, "keep it in a buffer (register_buffer) as a tensor, or " + _RETURN)
+            yield self._watch(
+                title, vars(module), None, "keep it in a buffer (register_buffer) as a tensor, or " + _RETURN
+            )
         for name, optimizer in self.objects.optimizers.items():
             yield self._watch(f"{name}.", vars(optimizer), None, "keep counters as tensors in optimizer.state")
         for scope in self.objects.scopes:
@@ -155,7 +159,11 @@ class Effects:
                 continue
             if before is _MISSING and isinstance(value, (type(None), bool)):
                 continue
-            remedy = "change it in the training loop, between calls" if "param_groups" in name else "keep counters as tensors in optimizer.state"
+            remedy = (
+                "change it in the training loop, between calls"
+                if "param_groups" in name
+                else "keep counters as tensors in optimizer.state"
+            )
             self.changes.append(Change(name, before, value, remedy))
 
     def _group_scalars(self) -> Iterator[tuple[str, Any]]:
@@ -206,10 +214,19 @@ def pretended(changes: list[Change]) -> Iterator[set[int]]:
 def settle(changes: list[Change]) -> None:
     """Keeps the one-time effects that aren't tensors."""
     for c in changes:
-        if c.mapping is not None and not c.is_tensor and not any(isinstance(v, torch.Tensor) for v in _members(c.after)):
+        if (
+            c.mapping is not None
+            and not c.is_tensor
+            and not any(isinstance(v, torch.Tensor) for v in _members(c.after))
+        ):
             c.mapping[c.key] = c.after
 
 
 def _members(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple, set)) else [value]
-
+    return (
+        list(value.values())
+        if isinstance(value, dict)
+        else list(value)
+        if isinstance(value, (list, tuple, set))
+        else [value]
+    )

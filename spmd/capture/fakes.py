@@ -8,7 +8,14 @@ from typing import Any
 import sympy
 import torch
 
-from spmd._torch import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv, disable_functional_mode, disable_proxy_modes_tracing
+from spmd._torch import (
+    ConstantSource,
+    DimDynamic,
+    FakeTensorMode,
+    ShapeEnv,
+    disable_functional_mode,
+    disable_proxy_modes_tracing,
+)
 from spmd.graph.step import Batch
 
 
@@ -72,4 +79,4 @@ def memory_order(t: torch.Tensor) -> list[int]:
     order = list(range(t.dim()))
     if t.is_contiguous():
         return order
-    return sorted(order, key=lambda d: (-t.stride(d), d))
+    return sorted(order, key=lambda d: (-int(t.stride()[d]), d))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 import torch.fx as fx
 
@@ -18,7 +19,13 @@ from spmd.graph.provenance import where
 from spmd.graph.step import Input, Output, Role, StepGraph
 
 aten = torch.ops.aten
-_IDENTITY = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default)
+_IDENTITY = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+    aten.lift.default,
+)
 _NOISE = ("profiler::", "aten::_assert", "aten::sym_constrain", "aten::_local_scalar_dense_check")
 _ORDER = (Role.PARAMETER, Role.BUFFER, Role.STATE, Role.GRADIENT, Role.HYPER, Role.USER)
 
@@ -32,7 +39,9 @@ class Finished:
     init: StepGraph | None
     specialised: frozenset[str]  # scalars that turned out to be constants of the graph
     cleared: tuple[str, ...]  # parameters whose gradient is None at the end
-    matters: frozenset[str] = field(default_factory=frozenset)  # parameters for which it matters whether a gradient exists at the start
+    matters: frozenset[str] = field(
+        default_factory=frozenset
+    )  # parameters for which it matters whether a gradient exists at the start
 
 
 def finish(traced: Traced) -> Finished:
@@ -72,7 +81,9 @@ def _constants(traced: Traced) -> dict[fx.Node, Entry]:
             raise CaptureError(Offence("the step makes a tensor in a way that can't be traced", where=where(node)))
         with graph.inserting_before(node):
             if value.dim() == 0:
-                new = graph.call_function(aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype, "device": value.device})
+                new = graph.call_function(
+                    aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype, "device": value.device}
+                )
             else:
                 new = graph.placeholder(f"constant_{len(out)}")
                 input = Input(Role.USER, f"constant {node.target}")
@@ -87,7 +98,11 @@ def _constants(traced: Traced) -> dict[fx.Node, Entry]:
 def _tidy(graph: fx.Graph, placeholders: set[fx.Node]) -> None:
     """Drops nodes that do nothing in a functional graph; marks on them move to what they stood for."""
     for node in reversed(list(graph.nodes)):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith(_NOISE) and not node.users:
+        if (
+            isinstance(node.target, torch._ops.OpOverload)
+            and node.target._schema.name.startswith(_NOISE)
+            and not node.users
+        ):
             graph.erase_node(node)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _IDENTITY:
@@ -107,7 +122,11 @@ def _shorten(graph: fx.Graph, placeholders: set[fx.Node]) -> None:
     """t(t(x)) and views that lead back: writing through a view makes them in pairs."""
     for node in list(graph.nodes):
         source = _undone(node)
-        if source is None or "grad_of" in node.meta and (source in placeholders or source.meta.get("grad_of", node.meta["grad_of"]) != node.meta["grad_of"]):
+        if (
+            source is None
+            or "grad_of" in node.meta
+            and (source in placeholders or source.meta.get("grad_of", node.meta["grad_of"]) != node.meta["grad_of"])
+        ):
             continue
         if "grad_of" in node.meta:
             source.meta["grad_of"] = node.meta["grad_of"]
@@ -127,7 +146,9 @@ def _undone(node: fx.Node) -> fx.Node | None:
     if node.target is aten.t.default:
         return source
     if node.target in (aten.view.default, aten._unsafe_view.default):
-        same = list(map(str, val.shape)) == list(map(str, before.shape)) and list(map(str, val.stride())) == list(map(str, before.stride()))
+        same = list(map(str, val.shape)) == list(map(str, before.shape)) and list(map(str, val.stride())) == list(
+            map(str, before.stride())
+        )
         return source if same else None
     if node.target is aten.transpose.int:
         rank = val.dim()
@@ -152,7 +173,13 @@ def _refuse(graph: fx.Graph) -> None:
                 )
             )
         if str(node.target).startswith(("c10d", "_c10d_functional")):
-            offences.append(Offence(f"the step communicates by itself: {node.target}", where=where(node), remedy="write the step for one device"))
+            offences.append(
+                Offence(
+                    f"the step communicates by itself: {node.target}",
+                    where=where(node),
+                    remedy="write the step for one device",
+                )
+            )
     if offences:
         raise CaptureError(offences)
 
@@ -192,12 +219,14 @@ def _assemble(traced: Traced, graph: fx.Graph, inputs: dict[fx.Node, Entry], ini
         outputs,
         traced.faker.batch,
         traced.faker.size if traced.faker.batch is None else None,
-        tuple(dict.fromkeys(g.expr for g in env.guards if not g.expr == True)),  # noqa: E712  sympy's true
+        tuple(dict.fromkeys(g.expr for g in env.guards if g.expr is not sympy.true)),
     )
     slots = tuple(inputs[n].slot for n in order)
     names = [e.input.name for e in traced.entries if e.input.role is Role.PARAMETER]
     cleared = tuple(n for n in names if n not in traced.alive and n in traced.watch.first)
-    return Finished(step, slots, init.graph, specialised, cleared, frozenset(n for n in names if traced.watch.matters(n)))
+    return Finished(
+        step, slots, init.graph, specialised, cleared, frozenset(n for n in names if traced.watch.matters(n))
+    )
 
 
 def _check_update(spec: Output, value: fx.Node, target: fx.Node) -> None:
@@ -224,4 +253,3 @@ def _reorder(graph: fx.Graph, inputs: dict[fx.Node, Entry], order: list[fx.Node]
             first.prepend(node)
         node._rename(identifier(inputs[node].input.name))
         node.target = node.name
-

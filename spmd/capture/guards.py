@@ -16,7 +16,13 @@ from spmd.capture.inputs import scope_name
 from spmd.capture.objects import SCALARS, Objects, successor
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_BOOKKEEPING = {"_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_step_count", "initial_lr"}
+_BOOKKEEPING = {
+    "_opt_called",
+    "_zero_grad_profile_name",
+    "_warned_capturable_if_run_uncaptured",
+    "_step_count",
+    "initial_lr",
+}
 _ABSENT = object()
 
 
@@ -107,7 +113,15 @@ def environment() -> tuple[Any, ...]:
     )
 
 
-_ENVIRONMENT = ("grad mode", "inference mode", "default dtype", "CPU autocast", "CUDA autocast", "deterministic algorithms", "matmul precision")
+_ENVIRONMENT = (
+    "grad mode",
+    "inference mode",
+    "default dtype",
+    "CPU autocast",
+    "CUDA autocast",
+    "deterministic algorithms",
+    "matmul precision",
+)
 
 
 class Guards:
@@ -141,7 +155,11 @@ class Guards:
     def _arguments(self, arguments: Arguments, batch_dims: Mapping[int, int], inputs: frozenset[str]) -> None:
         self.spec, self.paths = arguments.spec, arguments.paths
         args, kwargs = arguments.rebuild(arguments.leaves)
-        one_each = not arguments.objects and len(args) + len(kwargs) == len(arguments.leaves) and all(map(is_, arguments.leaves, [*args, *kwargs.values()]))
+        one_each = (
+            not arguments.objects
+            and len(args) + len(kwargs) == len(arguments.leaves)
+            and all(map(is_, arguments.leaves, [*args, *kwargs.values()]))
+        )
         self.plain = (tuple(map(type, args)), tuple(kwargs)) if one_each else None
         self.plain_kwargs = tuple(map(type, kwargs.values()))
         self.leaves: list[Any] = []
@@ -162,7 +180,9 @@ class Guards:
         if (now := environment()) != self.environment:
             i = next(i for i, (a, b) in enumerate(zip(now, self.environment, strict=True)) if a != b)
             return Changed(_ENVIRONMENT[i], self.environment[i], now[i])
-        if self.plain == (tuple(map(type, args)), tuple(kwargs)) and self.plain_kwargs == tuple(map(type, kwargs.values())):
+        if self.plain == (tuple(map(type, args)), tuple(kwargs)) and self.plain_kwargs == tuple(
+            map(type, kwargs.values())
+        ):
             leaves = [*args, *kwargs.values()]  # each argument is a leaf, as it was: no tree to walk
         else:
             leaves = flatten_leaves(args, kwargs)
@@ -176,7 +196,9 @@ class Guards:
     def _check_tensors(self) -> Changed | None:
         if (counts := list(map(len, self.hooks))) != self.hook_counts:
             i = next(i for i, (a, b) in enumerate(zip(counts, self.hook_counts, strict=True)) if a != b)
-            return Changed(f"number of hooks of {self.hook_owners[i] or 'the module'}", str(self.hook_counts[i]), str(counts[i]))
+            return Changed(
+                f"number of hooks of {self.hook_owners[i] or 'the module'}", str(self.hook_counts[i]), str(counts[i])
+            )
         flags = list(map(_flags, self.parameters))
         if flags != self.flags:
             i = next(i for i, (a, b) in enumerate(zip(flags, self.flags, strict=True)) if a != b)
@@ -185,14 +207,21 @@ class Guards:
             return Changed(f"{what} of {self.names[i]}", self.flags[i][j], flags[i][j])
         for i, absent in self.gradients:
             if (self.parameters[i].grad is None) != absent:
-                return Changed(f"{self.names[i]}.grad", "None" if absent else "a gradient", "a gradient" if absent else "None")
+                return Changed(
+                    f"{self.names[i]}.grad", "None" if absent else "a gradient", "a gradient" if absent else "None"
+                )
         return None
 
     def _check_optimizers(self) -> Changed | None:
         now = _optimized(self.objects)
         if len(now) != len(self.optimized) or not all(map(is_, now, self.optimized)):
             name = next(iter(self.objects.optimizers))
-            return Changed(f"{name}.param_groups", None, None, f"{name}.param_groups holds other parameters than when it was traced")
+            return Changed(
+                f"{name}.param_groups",
+                None,
+                None,
+                f"{name}.param_groups holds other parameters than when it was traced",
+            )
         for name, optimizer, keys in self.states:
             if (now := _state_keys(optimizer)) != keys:
                 return Changed(f"{name}.state", None, None, f"{name}.state has other entries than when it was traced")
@@ -204,6 +233,7 @@ class Guards:
         self.optimized = [mapping.get(id(p), p) for p in self.optimized]
         self.parameters = [mapping.get(id(p), p) for p in self.parameters]
         self.flags = list(map(_flags, self.parameters))
+        self.hook_counts = list(map(len, self.hooks))  # spmd's own are in place now
         self._states()
 
 
@@ -220,19 +250,27 @@ def _optimized(objects: Objects) -> list[Any]:
     return [p for o in objects.optimizers.values() for g in o.param_groups for p in g["params"]]
 
 
-def _scalars(objects: Objects, inputs: frozenset[str]) -> Iterator[tuple[Mapping[str, Any], tuple[str, ...], Callable[[str], str]]]:
+def _scalars(
+    objects: Objects, inputs: frozenset[str]
+) -> Iterator[tuple[Mapping[str, Any], tuple[str, ...], Callable[[str], str]]]:
     """(mapping, keys, key -> name) of all scalars that the graph takes for granted."""
 
     def some(mapping: Mapping[str, Any], prefix: str, suffix: str, keys: Iterable[str]) -> Any:
         def title(key: str) -> str:
             return f"{prefix}{key}{suffix}"
 
-        chosen = tuple(k for k in keys if k in mapping and _scalar(mapping[k]) and not _is_input(title(k), inputs) and k not in _BOOKKEEPING)
+        chosen = tuple(
+            k
+            for k in keys
+            if k in mapping and _scalar(mapping[k]) and not _is_input(title(k), inputs) and k not in _BOOKKEEPING
+        )
         return (mapping, chosen, title) if chosen else None
 
     found = [some(vars(module), f"{fqn}." if fqn else "", "", vars(module)) for fqn, module in objects.submodules()]
     for name, optimizer in objects.optimizers.items():
-        found += [some(group, f"{name}.param_groups[{i}].", "", group) for i, group in enumerate(optimizer.param_groups)]
+        found += [
+            some(group, f"{name}.param_groups[{i}].", "", group) for i, group in enumerate(optimizer.param_groups)
+        ]
     found += [some(scope.mapping, "", scope_name(scope.title, ""), scope.keys) for scope in objects.scopes]
     return (f for f in found if f is not None)
 
@@ -267,7 +305,11 @@ class _TensorGuard:
         if not isinstance(leaf, torch.Tensor):
             return Changed(self.path, "a tensor", leaf)
         if (leaf.dtype, leaf.device, leaf.requires_grad) != self.fixed:
-            return Changed(f"dtype, device, requires_grad of {self.path}", self.fixed, (leaf.dtype, leaf.device, leaf.requires_grad))
+            return Changed(
+                f"dtype, device, requires_grad of {self.path}",
+                self.fixed,
+                (leaf.dtype, leaf.device, leaf.requires_grad),
+            )
         if leaf.dim() != len(self.full) or self._shape(leaf) != self.shape:
             return Changed(f"shape of {self.path}", self.full, tuple(leaf.shape))
         return None

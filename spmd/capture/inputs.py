@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,9 @@ def list_inputs(objects: Objects, arguments: Arguments, dims: dict[int, int], li
     entries.sort(key=lambda e: e.input.role is not Role.PARAMETER)
     entries += _states(objects)
     entries += [
-        _entry(Input(Role.GRADIENT, f"{p.name}.grad", p.root, p.name), p.tensor.grad) for p in objects.parameters() if p.tensor.grad is not None
+        _entry(Input(Role.GRADIENT, f"{p.name}.grad", p.root, p.name), p.tensor.grad)
+        for p in objects.parameters()
+        if p.tensor.grad is not None
     ]
     entries += _hypers(objects, lifted)
     entries += _scalars(objects, lifted)
@@ -163,12 +166,12 @@ def _overlaps(objects: Objects) -> Iterator[Offence]:
         if isinstance(t.tensor, DTensor) or t.tensor.numel() == 0 or t.tensor.is_meta:
             continue
         item = t.tensor.element_size()
-        start = t.tensor.storage_offset() * item
-        extent = sum((n - 1) * s for n, s in zip(t.tensor.shape, t.tensor.stride(), strict=True)) * item + item
+        start = int(t.tensor.storage_offset()) * item
+        extent = sum(int((n - 1) * s) for n, s in zip(t.tensor.shape, t.tensor.stride(), strict=True)) * item + item
         by_storage.setdefault(t.tensor.untyped_storage().data_ptr(), []).append((start, start + extent, t.name))
     for ranges in by_storage.values():
         ranges.sort()
-        for (_, end, first), (start, _, second) in zip(ranges, ranges[1:], strict=False):
+        for (_, end, first), (start, _, second) in pairwise(ranges):
             if start < end:
                 yield Offence(
                     f"{second} shares memory with {first}, but is another tensor",
@@ -183,4 +186,6 @@ def _devices(objects: Objects) -> Iterator[Offence]:
         by_device.setdefault(t.tensor.device, t.name)
     if len(by_device) > 1:
         listing = ", ".join(f"{name} on {device}" for device, name in by_device.items())
-        yield Offence(f"the model's tensors lie on several devices: {listing}", remedy="move the whole model to one device")
+        yield Offence(
+            f"the model's tensors lie on several devices: {listing}", remedy="move the whole model to one device"
+        )

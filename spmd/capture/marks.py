@@ -57,7 +57,7 @@ def node_of(t: torch.Tensor) -> fx.Node | None:
     mode = get_proxy_mode()
     if mode is None:
         return None
-    slot = get_proxy_slot(inner(t), mode.tracer, None)  # type: ignore[arg-type]
+    slot = get_proxy_slot(inner(t), mode.tracer, None)
     return None if slot is None else slot.proxy.node
 
 
@@ -79,7 +79,7 @@ class Marks:
             return
         proxy = mode.tracer.create_proxy("call_function", mark, (fx.Proxy(before, mode.tracer),), {})
         new = fake_like(t)
-        track_tensor_tree(new, proxy, constant=None, tracer=mode.tracer)  # type: ignore[arg-type]
+        track_tensor_tree(new, proxy, constant=None, tracer=mode.tracer)
         overwrite(t, new)
         self.nodes[proxy.node] = key
 
@@ -89,5 +89,5 @@ def lift(fake: torch.Tensor, name: str) -> tuple[torch.Tensor, fx.Node]:
     mode = get_proxy_mode()
     assert mode is not None
     proxy = mode.tracer.create_proxy("placeholder", name, (), {})
-    track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)  # type: ignore[arg-type]
+    track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
     return FunctionalTensor.to_functional(fake), proxy.node

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from spmd.graph.step import Role
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_EMPTY = object()
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _OPAQUE = (types.ModuleType, type, torch.Tensor, torch.Generator, *SCALARS)
 _FOREIGN = ("torch", "numpy", "builtins", "typing", "collections", "transformers", "functools", "spmd.capture")
@@ -161,7 +162,9 @@ class _Finder:
             self.found.schedulers[name] = value
         elif isinstance(value, Mapping):
             for key, item in value.items():
-                self.visit(item, f"{name}.{key}" if isinstance(key, str) and key.isidentifier() else f"{name}[{key!r}]", inside)
+                self.visit(
+                    item, f"{name}.{key}" if isinstance(key, str) and key.isidentifier() else f"{name}[{key!r}]", inside
+                )
         elif isinstance(value, _CONTAINERS):
             for i, item in enumerate(value):
                 self.visit(item, f"{name}[{i}]", inside)
@@ -200,7 +203,9 @@ class _Finder:
         if names:
             self.found.scopes.append(Scope(f"global of {fn.__module__}", fn.__globals__, names))
         for name in names:
-            self.visit(fn.__globals__[name], name, inside=_foreign(getattr(type(fn.__globals__[name]), "__module__", "")))
+            self.visit(
+                fn.__globals__[name], name, inside=_foreign(getattr(type(fn.__globals__[name]), "__module__", ""))
+            )
 
     def _plain_object(self, value: Any, name: str) -> None:
         attributes = getattr(value, "__dict__", None)
@@ -213,10 +218,9 @@ class _Finder:
 
 def _filled(cell: types.CellType) -> bool:
     try:
-        cell.cell_contents
+        return cell.cell_contents is not _EMPTY
     except ValueError:
         return False
-    return True
 
 
 def _foreign(module: str | None) -> bool:
@@ -253,5 +257,11 @@ def _name_tensors(objects: Objects) -> None:
                 if known is None:
                     objects.tensors[id(tensor)] = Named(tensor, role, full, root)
                 else:
-                    objects.tensors[id(tensor)] = Named(tensor, known.role, known.name, known.root, (*known.aliases, full))
-    objects.free = {n: t for n, t in objects.free.items() if id(t) not in objects.tensors and id(successor(t)) not in objects.tensors}
+                    objects.tensors[id(tensor)] = Named(
+                        tensor, known.role, known.name, known.root, (*known.aliases, full)
+                    )
+    objects.free = {
+        n: t
+        for n, t in objects.free.items()
+        if id(t) not in objects.tensors and id(successor(t)) not in objects.tensors
+    }

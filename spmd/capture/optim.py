@@ -69,7 +69,7 @@ class _States(defaultdict[Any, Any]):
 
     def __missing__(self, parameter: Any) -> _State:
         self[parameter] = {}
-        return self[parameter]  # type: ignore[no-any-return]
+        return self[parameter]
 
     def __setitem__(self, parameter: Any, value: dict[str, Any]) -> None:
         if not isinstance(value, _State):
@@ -92,12 +92,15 @@ def check_supported(optimizers: dict[str, Optimizer]) -> None:
     if offences:
         raise CaptureError(offences)
     nested = [
-        Offence(f"{name}.state holds {type(v).__name__} {k!r}", remedy="keep one tensor per key in the optimizer's state")
+        Offence(
+            f"{name}.state holds {type(v).__name__} {k!r}", remedy="keep one tensor per key in the optimizer's state"
+        )
         for name, o in optimizers.items()
         for state in o.state.values()
         if isinstance(state, dict)
         for k, v in state.items()
-        if isinstance(v, (list, dict, tuple)) and any(isinstance(t, torch.Tensor) for t in (v.values() if isinstance(v, dict) else v))
+        if isinstance(v, (list, dict, tuple))
+        and any(isinstance(t, torch.Tensor) for t in (v.values() if isinstance(v, dict) else v))
     ]
     if nested:
         raise StateError(nested[:5])
@@ -106,7 +109,9 @@ def check_supported(optimizers: dict[str, Optimizer]) -> None:
 class OptimizerTrace:
     """One optimizer, while traced."""
 
-    def __init__(self, name: str, optimizer: Optimizer, marks: Marks, capturable: bool, parameter_name: Callable[[Any], str]) -> None:
+    def __init__(
+        self, name: str, optimizer: Optimizer, marks: Marks, capturable: bool, parameter_name: Callable[[Any], str]
+    ) -> None:
         self.name, self.optimizer, self.marks, self.capturable = name, optimizer, marks, capturable
         self.parameter_name = parameter_name
         self.stepping = False
@@ -160,11 +165,15 @@ class OptimizerTrace:
             for p in group["params"]:
                 if p.grad is not None and self.optimizer.state[p].get("momentum_buffer") is None:
                     self.optimizer.state[p].pop("momentum_buffer", None)
-                    self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(
+                        p, memory_format=torch.preserve_format
+                    )
 
 
 @contextmanager
-def patched_steps(traces: list[OptimizerTrace], entered: Callable[[], None], left: Callable[[], None]) -> Iterator[None]:
+def patched_steps(
+    traces: list[OptimizerTrace], entered: Callable[[], None], left: Callable[[], None]
+) -> Iterator[None]:
     """`entered` and `left` run around each optimizer step. Inside, `is_compiling()` is False unless the capturable path is taken."""
     with ExitStack() as stack:
         for trace in traces:
@@ -209,11 +218,13 @@ def _fused_adam_per_parameter(
 ) -> None:
     """One functional fused op a parameter. Written as nodes by hand: the dispatcher would turn a symbolic lr into a constant."""
     if grad_scale is not None or found_inf is not None:
-        raise CaptureError(Offence("fused Adam under GradScaler", remedy="use bfloat16 autocast without GradScaler, or fused=False"))
+        raise CaptureError(
+            Offence("fused Adam under GradScaler", remedy="use bfloat16 autocast without GradScaler, or fused=False")
+        )
     kwargs = {k: options[k] for k in ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize")}
     overload = _FUSED[decoupled_weight_decay]
     if isinstance(lr, torch.Tensor):
-        overload = getattr(overload.overloadpacket, "tensor_lr")
+        overload = overload.overloadpacket.tensor_lr
     for step in state_steps:
         step.add_(1)
     with torch._C.DisableTorchFunction():
@@ -234,8 +245,8 @@ def _fused_nodes(
 
     def proxy(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return get_proxy_slot(inner(value), tracer).proxy  # type: ignore[arg-type]
-        return tracer.unwrap_proxy(value)
+            return get_proxy_slot(inner(value), tracer).proxy
+        return tracer.unwrap_proxy(value)  # type: ignore[union-attr]
 
     for i, p in enumerate(params):
         lists = [[p], [grads[i]], [exp_avgs[i]], [exp_avg_sqs[i]], [max_exp_avg_sqs[i]] if kwargs["amsgrad"] else []]
@@ -256,4 +267,4 @@ def _symbolic_min_max() -> Iterator[None]:
     try:
         yield
     finally:
-        del module.min, module.max  # type: ignore[attr-defined]
+        del module.min, module.max

@@ -103,7 +103,16 @@ def _rnn_dropout() -> Iterator[None]:
     one_layer = torch_decompositions._rnn_helper
 
     def layers(
-        x: Any, hidden: Any, params: Any, biases: bool, count: int, p: float, train: bool, bidirectional: bool, batch_first: bool, layer: Any
+        x: Any,
+        hidden: Any,
+        params: Any,
+        biases: bool,
+        count: int,
+        p: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+        layer: Any,
     ) -> tuple[Any, list[Any]]:
         width = 2 if bidirectional else 1
         x, last = x.transpose(0, 1) if batch_first else x, []
@@ -159,7 +168,7 @@ def _refuse_scheduler(tracker: Tracker, original: Callable[..., Any]) -> Callabl
     return step
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
     yield cls
     for sub in cls.__subclasses__():
         yield from _subclasses(sub)

@@ -85,7 +85,9 @@ def _bernoulli_p(x: torch.Tensor, p: float = 0.5, generator: torch.Generator | N
 
 
 def _like(factory: Any) -> Callable[..., torch.Tensor]:
-    def draw(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def draw(
+        x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
         sizes, back = _ordered(x)
         drawn = factory(*args, sizes, dtype=dtype or x.dtype, device=device or x.device)
         return drawn if back == sorted(back) else aten.permute.default(drawn, back)
@@ -93,7 +95,9 @@ def _like(factory: Any) -> Callable[..., torch.Tensor]:
     return draw
 
 
-def _randn_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
+def _randn_like(
+    x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+) -> torch.Tensor:
     if x.is_contiguous():
         return aten.randn.default(list(x.size()), dtype=dtype or x.dtype, device=device or x.device)
     return aten.normal_functional.default(empty_like(x, dtype))

@@ -16,13 +16,33 @@ def explain(error: BaseException, objects: Objects, local_batch: int | None, bat
         return error
     line = str(user_line(error) or "")
     if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
-        return CaptureError(Offence("Python control flow depends on the value of a traced tensor (.item(), bool(), float(), .tolist())", where=line, remedy=_BRANCH))
+        return CaptureError(
+            Offence(
+                "Python control flow depends on the value of a traced tensor (.item(), bool(), float(), .tolist())",
+                where=line,
+                remedy=_BRANCH,
+            )
+        )
     if isinstance(error, DynamicOutputShapeException):
-        return CaptureError(Offence(f"{error.func}: the shape of its result depends on values", where=line, remedy="use torch.where or a mask"))
+        return CaptureError(
+            Offence(
+                f"{error.func}: the shape of its result depends on values",
+                where=line,
+                remedy="use torch.where or a mask",
+            )
+        )
     held = [
-        t.name for t in objects.tensors.values() if local_batch is not None and local_batch in tuple(t.tensor.shape) and local_batch != batch
+        t.name
+        for t in objects.tensors.values()
+        if local_batch is not None and local_batch in tuple(t.tensor.shape) and local_batch != batch
     ]
     remedy = "run the undecorated step on the global batch: what fails there fails here"
     if held:
         remedy = f"{', '.join(held[:3])} has a dim of size {local_batch}, this rank's batch; the step is traced at the global batch {batch}: size it by the global batch"
-    return CaptureError(Offence(f"the step raises {type(error).__name__} while traced: {str(error).strip()[:600]}", where=line, remedy=remedy))
+    return CaptureError(
+        Offence(
+            f"the step raises {type(error).__name__} while traced: {str(error).strip()[:600]}",
+            where=line,
+            remedy=remedy,
+        )
+    )

@@ -20,7 +20,9 @@ class Slot:
     """The live object behind one input of the graph."""
 
     input: Input
-    tensor: torch.Tensor | None = None  # PARAMETER, BUFFER, STATE, GRADIENT: the user's tensor; None for a state that doesn't exist yet
+    tensor: torch.Tensor | None = (
+        None  # PARAMETER, BUFFER, STATE, GRADIENT: the user's tensor; None for a state that doesn't exist yet
+    )
     container: MutableMapping[str, Any] | None = None  # HYPER: container[key] holds today's value
     key: str = ""
     leaf: int | None = None  # USER (tensor or lifted number): index into the flattened (args, kwargs)
@@ -36,6 +38,8 @@ class Capture:
     optimizers: dict[str, torch.optim.Optimizer]
     guards: Guards
     out_spec: TreeSpec  # structure of the user's return value: its leaves are the USER outputs, in order
-    init: StepGraph | None = None  # makes the optimizer state that doesn't exist yet, from parameters and hyper-parameters
+    init: StepGraph | None = (
+        None  # makes the optimizer state that doesn't exist yet, from parameters and hyper-parameters
+    )
     cleared: tuple[str, ...] = ()  # parameters whose .grad is None after the step, whatever it was before
     seconds: dict[str, float] = field(default_factory=dict)  # time per stage, for the progress display

@@ -17,7 +17,9 @@ def note_varying_dims(graph: fx.Graph, other: fx.Graph, size: int, other_size: i
     for node, twin in zip(nodes, others, strict=True):
         here, there = node.meta.get("val"), twin.meta.get("val")
         if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.dim() == there.dim():
-            node.meta["varies"] = tuple(_factor(int(a), int(b), size, other_size) for a, b in zip(here.shape, there.shape, strict=True))
+            node.meta["varies"] = tuple(
+                _factor(int(a), int(b), size, other_size) for a, b in zip(here.shape, there.shape, strict=True)
+            )
     return True
 
 

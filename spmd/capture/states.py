@@ -96,7 +96,7 @@ def _build(makers: list[tuple[Input, fx.Node]], roles: dict[fx.Node, Input]) -> 
     needed: dict[fx.Node, None] = {}
     for _, value in makers:
         _collect(value, needed)
-    graph, env = fx.Graph(), {}  # type: ignore[var-annotated]
+    graph, env = fx.Graph(), {}
     sources = [n for n in needed if n.op == "placeholder"]
     for node in sources:
         env[node] = graph.node_copy(node)
@@ -125,7 +125,7 @@ def _factory(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.
     val: torch.Tensor = node.meta["val"]
     fill: Any = map_arg(_FILL[node.target](node), env.__getitem__)  # type: ignore[index]
     order = memory_order(val)
-    kwargs = {"dtype": val.dtype, "device": val.device}
+    kwargs: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
     made = graph.call_function(aten.full.default, ([val.shape[d] for d in order], fill), kwargs)
     if order == sorted(order):
         return made

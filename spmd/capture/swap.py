@@ -25,7 +25,7 @@ def swapped_modules(objects: Objects, traced: dict[int, torch.Tensor]) -> Iterat
     for _, module in objects.submodules():
         for held in (module._parameters, module._buffers):
             undo.append((held, dict(held)))
-            held.update({k: traced.get(id(t), t) for k, t in held.items() if t is not None})
+            held.update({k: traced.get(id(t), t) for k, t in held.items() if t is not None})  # type: ignore[misc]
         if isinstance(module, nn.RNNBase):  # keeps a second, flat list of its weights
             undo.append((vars(module), {"_flat_weights": module._flat_weights}))
             module._flat_weights = [traced.get(id(w), w) if w is not None else None for w in module._flat_weights]
@@ -50,15 +50,17 @@ class Substitution(TorchFunctionMode):
         super().__init__()
         self.lookup, self.watch, self.known = lookup, watch, known
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if any(map(_has_real, args)) or any(map(_has_real, kwargs.values())):
             args = tuple(self._replace(a) for a in args)
             kwargs = {k: self._replace(v) for k, v in kwargs.items()}
         owner = getattr(func, "__self__", None)
-        if owner is torch.Tensor.grad:  # type: ignore[comparison-overlap]
+        if owner is torch.Tensor.grad:
             return self._grad(func, args)
-        if owner is torch.Tensor.data and func.__name__ == "__set__" and id(args[0]) in self.known:  # type: ignore[comparison-overlap]
+        if owner is torch.Tensor.data and func.__name__ == "__set__" and id(args[0]) in self.known:
             return _assign_data(*args)
         if func in (torch.as_tensor, torch.tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             return _from_number(*args, **kwargs)
@@ -87,7 +89,11 @@ class Substitution(TorchFunctionMode):
             with without_top_function_mode():
                 return engine(*args, **kwargs)
 
-        with replaced(torch.autograd, _engine_run_backward=run_backward), replaced(BackwardCFunction, apply=self.inside(custom)), self:
+        with (
+            replaced(torch.autograd, _engine_run_backward=run_backward),
+            replaced(BackwardCFunction, apply=self.inside(custom)),
+            self,
+        ):
             yield
 
     def _replace(self, value: Any) -> Any:
@@ -131,14 +137,17 @@ def _assign_data(target: torch.Tensor, value: torch.Tensor) -> None:
         target.copy_(value)
 
 
-def lookup_in(traced: dict[int, torch.Tensor], lift: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def lookup_in(
+    traced: dict[int, torch.Tensor], lift: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Real tensor -> traced tensor; one that isn't known yet is lifted to an input."""
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
         known = traced.get(id(tensor))
         if known is None:
             current = successor(tensor)
-            known = traced[id(tensor)] = traced.get(id(current)) if id(current) in traced else lift(current)  # type: ignore[assignment]
+            known = traced.get(id(current))
+            known = traced[id(tensor)] = lift(current) if known is None else known
         return known
 
     return find

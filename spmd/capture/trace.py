@@ -26,7 +26,7 @@ from spmd.capture.arguments import Arguments
 from spmd.capture.effects import Effects
 from spmd.capture.fakes import Faker
 from spmd.capture.gradients import GradientWatch
-from spmd.capture.inputs import Entry
+from spmd.capture.inputs import Entry, ItemView
 from spmd.capture.marks import Marks, inner, lift, node_of
 from spmd.capture.objects import Objects, successor
 from spmd.capture.optim import OptimizerTrace, patched_steps
@@ -72,7 +72,9 @@ class Traced:
 class Trace:
     """State of one run. `body` is what make_fx traces."""
 
-    def __init__(self, fn: Callable[..., Any], objects: Objects, arguments: Arguments, entries: list[Entry], plan: Plan) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], objects: Objects, arguments: Arguments, entries: list[Entry], plan: Plan
+    ) -> None:
         self.fn, self.objects, self.arguments, self.entries, self.plan = fn, objects, arguments, entries, plan
         self.faker = Faker(plan.size, plan.hint)
         self.marks = Marks()
@@ -92,11 +94,24 @@ class Trace:
 
     def run(self) -> Traced:
         fakes = [
-            self.faker.tensor(e.value, e.input.batch_dim) if e.is_tensor else self.faker.number(e.value, e.input.name) for e in self.entries
+            self.faker.tensor(e.value, e.input.batch_dim) if e.is_tensor else self.faker.number(e.value, e.input.name)
+            for e in self.entries
         ]
         with self._context(), self.effects.watched():
-            module = make_fx(self.body, tracing_mode="fake", decomposition_table=decomp.table(), _allow_non_fake_inputs=True)(*fakes)
-        return Traced(module, self.entries, self.lifted, self.outputs, self.out_spec, self.marks, self.watch, self.faker, self.alive)
+            module = make_fx(
+                self.body, tracing_mode="fake", decomposition_table=decomp.table(), _allow_non_fake_inputs=True
+            )(*fakes)
+        return Traced(
+            module,
+            self.entries,
+            self.lifted,
+            self.outputs,
+            self.out_spec,
+            self.marks,
+            self.watch,
+            self.faker,
+            self.alive,
+        )
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -193,15 +208,19 @@ class Trace:
 
     def _put_numbers(self, hypers: list[Entry], stack: ExitStack) -> None:
         """Hyper-parameters lie in copies of the groups now; other containers are the user's and get their values back."""
-        groups = {id(g): new for t in self.optimizers for g, new in zip(t.before_groups, t.optimizer.param_groups, strict=True)}
+        copies = {
+            id(g): new
+            for t in self.optimizers
+            for g, new in zip(t.before_groups, t.optimizer.param_groups, strict=True)
+        }
         for e in hypers:
             container, key = e.slot.container, e.slot.key
-            view_owner = getattr(container, "owner", None)
-            if id(container) in groups:
-                groups[id(container)][key] = e.traced
-            elif view_owner is not None and id(view_owner) in groups:
-                type(container)(groups[id(view_owner)], key, container.index)[key] = e.traced  # type: ignore[call-arg,union-attr]
-            elif container is not None:
+            assert container is not None
+            if isinstance(container, ItemView) and id(container.owner) in copies:
+                ItemView(copies[id(container.owner)], container.key, container.index)[key] = e.traced
+            elif id(container) in copies:
+                copies[id(container)][key] = e.traced
+            else:
                 stack.callback(container.__setitem__, key, container[key])
                 container[key] = e.traced
 
@@ -249,7 +268,12 @@ class Trace:
         """New values of parameters and buffers (re-assigned ones by name) and of arguments written to."""
         now = dict(_buffers_by_name(self.objects))
         for i, e in enumerate(self.entries):
-            if e.input.role is Role.PARAMETER or e.input.role is Role.USER or e.input.role is Role.HYPER and e.is_tensor:
+            if (
+                e.input.role is Role.PARAMETER
+                or e.input.role is Role.USER
+                or e.input.role is Role.HYPER
+                and e.is_tensor
+            ):
                 self._put(Output(e.input.role, e.input.name, updates=i), e.traced)
             elif e.input.role is Role.BUFFER:
                 value = now.get(e.input.name)
@@ -258,7 +282,11 @@ class Trace:
             self._put(Output(Role.USER, lifted.entry.input.name, updates=len(self.entries) + j), lifted.entry.traced)
 
     def _collect_states(self) -> None:
-        index = {(e.input.root, e.input.owner, e.input.key): i for i, e in enumerate(self.entries) if e.input.role is Role.STATE}
+        index = {
+            (e.input.root, e.input.owner, e.input.key): i
+            for i, e in enumerate(self.entries)
+            if e.input.role is Role.STATE
+        }
         for trace in self.optimizers:
             for p, state in trace.optimizer.state.items():
                 if not isinstance(state, dict) or id(p) not in self.names:
@@ -269,7 +297,9 @@ class Trace:
                         continue
                     before = index.get((trace.name, name, key))
                     narrow = trace.narrow_dtype(name, key)
-                    self._put(Output(Role.STATE, f"{name}.{key}", updates=before), value.to(narrow) if narrow else value)
+                    self._put(
+                        Output(Role.STATE, f"{name}.{key}", updates=before), value.to(narrow) if narrow else value
+                    )
 
     def _collect_gradients(self) -> None:
         index = {e.input.owner: i for i, e in enumerate(self.entries) if e.input.role is Role.GRADIENT}
@@ -280,12 +310,19 @@ class Trace:
 
     def _collect_user(self, result: Any) -> None:
         by_id = {id(e.traced): e.input.name for e in self.entries if e.input.role in (Role.PARAMETER, Role.BUFFER)}
-        grads = {id(e.traced.grad): e.input.name for e in self.entries if e.input.role is Role.PARAMETER and e.traced.grad is not None}
+        grads = {
+            id(e.traced.grad): e.input.name
+            for e in self.entries
+            if e.input.role is Role.PARAMETER and e.traced.grad is not None
+        }
         leaves, self.out_spec = pytree.tree_flatten(result)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaf = self.by_id.get(id(leaf), leaf)
-            self._put(Output(Role.USER, f"output[{i}]", alias_of=by_id.get(id(leaf), ""), grad_of=grads.get(id(leaf), "")), leaf)
+            self._put(
+                Output(Role.USER, f"output[{i}]", alias_of=by_id.get(id(leaf), ""), grad_of=grads.get(id(leaf), "")),
+                leaf,
+            )
 
 
 def step_code(fn: Callable[..., Any]) -> Any:
@@ -302,4 +339,3 @@ def _buffers_by_name(objects: Objects) -> Iterator[tuple[str, torch.Tensor]]:
     for root, module in objects.modules.items():
         for name, buffer in module.named_buffers():
             yield objects.qualify(root, name), buffer
-

@@ -104,7 +104,7 @@ class _Session:
                     return traced, finished
             except SpmdError:
                 raise
-            except Exception:  # noqa: BLE001  a step that holds at this batch only fails at another size: the static trace tells
+            except Exception:
                 pass
         try:
             traced, finished = self._attempt(Plan(self.batch, None))
@@ -120,12 +120,15 @@ class _Session:
         size = pick_hint(self.batch, self._sizes())
         try:
             _, twin = self._attempt(Plan(size, None))
-        except Exception:  # noqa: BLE001  it holds at this batch only: what carries the batch stays unknown
+        except Exception:
             return
         note_varying_dims(step.graph, twin.step.graph, self.batch, size)
 
     def _sizes(self) -> set[int]:
-        tensors = [*(t.tensor for t in self.objects.tensors.values()), *(v for v in self.arguments.leaves if isinstance(v, torch.Tensor))]
+        tensors = [
+            *(t.tensor for t in self.objects.tensors.values()),
+            *(v for v in self.arguments.leaves if isinstance(v, torch.Tensor)),
+        ]
         return {n for t in tensors for n in t.shape}
 
     def _attempt(self, plan: Plan) -> tuple[Traced, Finished]:
@@ -135,7 +138,11 @@ class _Session:
         try:
             traced = trace.run()
         except GuardOnDataDependentSymNode:
-            stuck = {t.name for t in trace.optimizers if t.stepping and any("capturable" in g for g in t.optimizer.param_groups)}
+            stuck = {
+                t.name
+                for t in trace.optimizers
+                if t.stepping and any("capturable" in g for g in t.optimizer.param_groups)
+            }
             if not stuck - plan.capturable:
                 raise
             return self._attempt(replace(plan, capturable=plan.capturable | stuck))

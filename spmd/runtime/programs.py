@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from spmd.capture import Capture, capture, flatten_leaves, guards_hold
-from spmd.errors import CaptureError, Offence, SpmdError
+from spmd.errors import CaptureError, Offence, SpmdError, VerifyError
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import STORED, Role
 from spmd.graph.text import fingerprint_lines
@@ -131,7 +131,11 @@ class Programs:
                 except Elsewhere:
                     pass
             self._compile(args, kwargs)
-        raise AssertionError("a program compiled for this call doesn't fit it")
+        raise VerifyError(f"the program compiled for this call doesn't fit it: {self._misfit(args, kwargs)}")
+
+    def _misfit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        changed = self.variants[0].captured.guards.check(self.fn, args, kwargs)
+        return str(changed or "a stored tensor isn't in its place")
 
     def _voted(self, program: Program | None, leaves: list[Any]) -> Any:
         """Run `program`; its ranks wait for each other's votes within it."""

@@ -111,8 +111,12 @@ class Storage:
         return cls(name, world, layouts, shape, stride, buffer, None)
 
     def like(self, local: torch.Tensor) -> DTensor:
-        """A DTensor placed like this one over another local tensor of the same shape and stride order."""
-        return DTensor(local, self.spec, requires_grad=False)
+        """A DTensor placed like this one over another local tensor of its shape, with strides in the order of the local's."""
+        spec = self.spec
+        if local.stride() != self.local.stride():
+            meta = _torch.TensorMeta(self.shape, dense_stride(self.shape, local.stride()), local.dtype)
+            spec = _torch.DTensorSpec(spec.mesh, spec.placements, meta)
+        return DTensor(local, spec, requires_grad=False)
 
     # ------------------------------------------------------------------------------------------------- values
 
