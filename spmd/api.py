@@ -53,7 +53,7 @@ class CompiledStep(Generic[P, T]):
         Raises:
             SpmdError: the step can't be compiled exactly, or the ranks disagree. Nothing has run and nothing has changed then.
         """
-        return self.programs(args, kwargs)  # type: ignore[return-value]
+        return self.programs(args, kwargs)
 
     def _compile(self, captured: Capture, batch: int | None, world: World, stages: Stages) -> Program:
         """Everything between the captured step and the program of this rank. Talks to no other rank and changes nothing."""

@@ -32,7 +32,8 @@ class Concretion:
         self.sizes: dict[sympy.Expr, tuple[int, int | None]] = {}
 
     def run(self) -> StepGraph:
-        graph, env = fx.Graph(), {}  # type: ignore[var-annotated]
+        graph = fx.Graph()
+        env: dict[fx.Node, Any] = {}
         for node in self.step.graph.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
             if node.op == "output":
@@ -42,7 +43,8 @@ class Concretion:
             if known is not None:
                 env[node] = known
                 continue
-            env[node] = new = graph.create_node(node.op, node.target, args, kwargs, node.name)
+            new = graph.create_node(node.op, node.target, args, kwargs, node.name)
+            env[node] = new
             new.meta = copy.copy(node.meta)
             val = node.meta.get("val")
             new.meta["val"] = tree_map(self.concrete, val)

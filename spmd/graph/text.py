@@ -19,7 +19,8 @@ SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", tor
 def program_text(graph: StepGraph | LocalGraph) -> str:
     """The whole program, inputs first."""
     lines = []
-    names = [f"{spec.role}: {spec.name}" for spec in getattr(graph, "step", graph).inputs]
+    step: StepGraph = getattr(graph, "step", graph)
+    names = [f"{spec.role}: {spec.name}" for spec in step.inputs]
     for i, node in enumerate(graph.graph.nodes):
         lines.append(node_text(node, names[i] if node.op == "placeholder" and i < len(names) else None))
     return "\n".join(lines)

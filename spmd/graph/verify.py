@@ -39,7 +39,8 @@ def verify_local(local: LocalGraph) -> None:
         home = node.args[0]
         while isinstance(home, fx.Node) and home.op != "placeholder":
             home = home.args[0]
-        stores[home] = stores.get(home, 0) + 1  # type: ignore[index]
+        if isinstance(home, fx.Node):
+            stores[home] = stores.get(home, 0) + 1
     placeholders = local.graph.find_nodes(op="placeholder", sort=True)
     for out, result in zip(local.step.outputs, local.step.results, strict=True):
         if out.updates is None or local.step.inputs[out.updates].role not in STORED:

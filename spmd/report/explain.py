@@ -62,7 +62,7 @@ class Explanation:
         stored = sum(p.nbytes for p in self.placements if p.role in {str(r) for r in STORED})
         moved = sum(c.nbytes for c in self.collectives)
         head = Text(f"at rest on this rank: {size(stored)} of parameters, buffers and states; collectives a step: {len(self.collectives)}, {size(moved)}")
-        tables = [head, self.placement_table(), self.collective_table()]
+        tables: list[Any] = [head, self.placement_table(), self.collective_table()]
         if self.fallbacks:
             tables.append(self.fallback_table())
         return Group(*tables)

@@ -61,7 +61,8 @@ class Variant:
     programs: dict[int | None, Program] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.carriers = [(s.leaf, s.input.batch_dim) for s in self.captured.slots if s.leaf is not None and s.input.batch_dim is not None]
+        users = [s for s in self.captured.slots if s.leaf is not None and s.input.batch_dim is not None]
+        self.carriers: list[tuple[Any, Any]] = [(s.leaf, s.input.batch_dim) for s in users]
 
     def local_batch(self, leaves: Sequence[Any]) -> int | None:
         """The batch size that the arguments of a call carry; None for none, -1 where they disagree."""
@@ -89,7 +90,8 @@ class Programs:
         sync: Sync,
     ) -> None:
         self.fn, self.mode, self.build, self.sync, self.seed = fn, mode, build, sync, seed
-        self._find_world, self.world = world, None
+        self._find_world = world
+        self.world: World | None = None
         self.trace_count = 0
         self.reset()
 

@@ -15,7 +15,7 @@ Linear = tuple[tuple[int, ...], ...]
 NONE: Linear = ()
 
 
-def aligned(shape: Shape, out: Shape) -> list[Hashable]:
+def aligned(shape: Shape, out: Shape) -> list[int | None]:
     """Labels of a broadcast operand: the output dims it's aligned with on the right, None where it's stretched."""
     shift = len(out) - len(shape)
     return [d + shift if shape[d] == out[d + shift] else None for d in range(len(shape))]
@@ -200,21 +200,21 @@ def addmm(call: Call, equation: str) -> Rule:
     left, right = equation.split("->")
     a, b = left.split(",")
     out = main_output(call)
-    bias = [None if d is None else right[d] for d in aligned(call.inputs[0], out)]  # type: ignore[call-overload]
+    bias = [None if d is None else right[d] for d in aligned(call.inputs[0], out)]
     return labelled([bias, a, b], [right], reduce=dict.fromkeys(set(a) - set(right), "sum"), linear=((0, 1), (0, 2)), base=0, heavy=True)
 
 
 def convolution(call: Call) -> Rule:
     n = len(call.inputs[0])
-    rest = [None] * (n - 1)
-    ins = [["n", *rest], [None] * n] + [[None]] * (len(call.inputs) - 2)
+    rest: list[Hashable] = [None] * (n - 1)
+    ins = [["n", *rest], [None] * n, *([None] for _ in call.inputs[2:])]
     return labelled(ins, [["n", *rest]], linear=((0,), (1,)) if len(call.inputs) == 2 else NONE, heavy=True, nonempty=True)
 
 
 def convolution_backward(call: Call) -> Rule:
     n = len(call.inputs[0])
-    rest = [None] * (n - 1)
-    outs = [["n", *rest], [None] * n, [None]]
+    rest: list[Hashable] = [None] * (n - 1)
+    outs: list[list[Hashable]] = [["n", *rest], [None] * n, [None]]
     kept = [labels if on else None for labels, on in zip(outs, call.arg("output_mask"), strict=True)]
     return labelled([["n", *rest], ["n", *rest], [None] * n], kept, reduce={"n": "sum"}, linear=((0,),), heavy=True, nonempty=True)
 
@@ -376,4 +376,4 @@ def index_result(call: Call) -> Shape:
     plan = index_plan(call)
     assert plan is not None
     common = torch.broadcast_shapes(*(s for s in call.inputs[1:-1]))
-    return tuple(common[int(str(x)[1:])] if isinstance(x, str) else call.inputs[0][x] for x in plan[2])  # type: ignore[index]
+    return tuple(common[int(x[1:])] if isinstance(x, str) else call.inputs[0][x] for x in plan[2])  # type: ignore[call-overload]

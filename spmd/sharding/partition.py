@@ -74,9 +74,9 @@ class Partition:
     # ---------------------------------------------------------------------------------------------- inputs
 
     def placeholder(self, ph: fx.Node, stored: bool) -> None:
-        node = self.build.graph.placeholder(ph.target)
+        node = self.build.graph.placeholder(ph.name)
         val, layout = ph.meta["val"], self.layout(ph)
-        if not isinstance(val, torch.Tensor):
+        if layout is None:
             node.meta["val"] = sample(val)
         else:
             shape = padded_shape(val.shape, layout, self.axis.world) if stored else self.build.local(val.shape, layout)
@@ -95,13 +95,14 @@ class Partition:
 
     def fake(self, val: torch.Tensor, shape: Shape) -> torch.Tensor:
         """A local fake of `shape` with the dim order of `val`."""
-        order = sorted(range(val.dim()), key=lambda d: (-val.stride(d), d))
+        strides = val.stride()
+        order = sorted(range(val.dim()), key=lambda d: (-strides[d], d))
         with self.build.fake:
             x = torch.empty([int(shape[d]) for d in order], dtype=val.dtype, device=val.device)
             return x.permute([order.index(d) for d in range(val.dim())])
 
     def constant(self, node: fx.Node) -> fx.Node:
-        copy = self.build.graph.get_attr(node.target)
+        copy = self.build.graph.get_attr(str(node.target))
         copy.meta.update(node.meta)
         with self.build.fake:
             val = node.meta["val"]
@@ -205,7 +206,9 @@ class Partition:
         """Outputs, then the updates of stored tensors in place."""
         self.reader = self.step.graph.output_node()
         self.build.origin = None
-        placeholders, results, layouts = self.step.placeholders, [], []
+        placeholders = self.step.placeholders
+        results: list[Any] = []
+        layouts: list[tuple[Layout, ...] | None] = []
         updates: list[tuple[fx.Node, fx.Node]] = []
         for spec, x, want in zip(self.step.outputs, self.step.results, self.plan.outputs, strict=True):
             local = self.result(spec, x, want)

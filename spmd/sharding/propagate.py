@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from spmd.graph.step import Role, StepGraph
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded
-from spmd.sharding.rule import Call, Rule
+from spmd.sharding.rule import Call, Rule, Transfer
 from spmd.sharding.table import rule_for
 
 BATCH, STATE = "batch", "state"  # what a shard is a part of: the policy never gathers a batch shard where a state shard will do
@@ -286,12 +286,13 @@ def lower(choice: Choice, target: Sharded, plan: Plan) -> None:
     free = all(plan.layouts[x] == R for x, w in zip(call.tensors, choice.wants, strict=True) if w is not None)
     if not free:
         return
+    found: Transfer | None
     if all(labels is None for labels in rule.inputs):
         found = ([None] * len(rule.inputs), [target]) if rule.sizes else None
     else:
         found = next(iter(inverse(call, rule, target, plan.world)), None)
     if found:
-        choice.wants, choice.outs = found  # type: ignore[assignment]
+        choice.wants, choice.outs = found
         plan.layouts[call.node] = target
 
 

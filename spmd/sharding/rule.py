@@ -97,11 +97,9 @@ class Rule:
         outs: list[Layout] = []
         for out in self.outputs:
             placed = at(s, out, label)
-            if placed is None and out is not None:
-                if label not in self.reduce:
-                    return None
-                placed = Partial(self.reduce[label])
-            outs.append(placed or R)
+            if placed is None and out is not None and label not in self.reduce:
+                return None
+            outs.append(placed or (R if out is None else Partial(self.reduce[label])))
         if self.base is not None and any(isinstance(o, Partial) for o in outs):
             ins[self.base] = Partial()
         return ins, outs

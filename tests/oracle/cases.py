@@ -344,12 +344,12 @@ def _transformers() -> Iterable[Case]:
         model = partial(models.transformers_model, kind)
         return Case(f"hf_{name}", model, step, batch, careful, tolerance=tolerance, needs="transformers")
 
-    rounded = 1e-6  # float32 inside: the loss of GPT-2, the norms of Llama and T5
+    rounded = 1e-6  # float32 inside: the losses of GPT-2 and Llama
     yield case("gpt2", "gpt2", steps.transformers_masked, masked_words)
     yield case("gpt2_labels", "gpt2", steps.transformers_labels, text, rounded)
     yield case("llama", "llama", steps.transformers_labels, text, rounded)
     yield case("bert", "bert", steps.transformers_masked, masked_words)
-    yield case("t5", "t5", steps.transformers_labels, text, rounded)
+    yield case("t5", "t5", steps.transformers_labels, text)
     yield case("vit", "vit", steps.transformers_images, images)
 
 
