@@ -79,4 +79,4 @@ def memory_order(t: torch.Tensor) -> list[int]:
     order = list(range(t.dim()))
     if t.is_contiguous():
         return order
-    return sorted(order, key=lambda d: (-int(t.stride()[d]), d))
+    return sorted(order, key=lambda d: t.stride()[d], reverse=True)  # stable; no int(): strides may be symbolic

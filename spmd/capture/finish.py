@@ -200,6 +200,8 @@ def _assemble(traced: Traced, graph: fx.Graph, inputs: dict[fx.Node, Entry], ini
         target = sources[spec.updates] if spec.updates is not None else None
         if target is None and spec.role is Role.STATE:
             target = next((n for key, n in by_state.items() if f"{key[1]}.{key[2]}" == spec.name), None)
+        if spec.role is Role.USER and isinstance(value, fx.Node) and "grad_of" in value.meta:
+            spec = replace(spec, grad_of=value.meta["grad_of"])  # also one that zero_grad took off the parameter since
         if target is not value or spec.updates is None:
             kept.append((spec, value, target))
         if isinstance(value, fx.Node) and target is not None and target is not value:

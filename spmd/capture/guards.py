@@ -96,7 +96,7 @@ class _Identities:
         return None
 
     def rebind(self, replaced: Mapping[int, Any]) -> None:
-        self.expected = [[replaced.get(id(x), x) for x in items] for items in self.expected]
+        self.expected = [[successor(replaced.get(id(x), x)) if isinstance(x, torch.Tensor) else x for x in items] for items in self.expected]
         self.flat = list(chain.from_iterable(self.expected))
 
 
@@ -230,8 +230,8 @@ class Guards:
     def rebind(self, mapping: Mapping[int, Any]) -> None:
         """Tensors were replaced, `mapping[id(old)] = new`, and optimizer states were made: both are expected from now on."""
         self.members.rebind(mapping)
-        self.optimized = [mapping.get(id(p), p) for p in self.optimized]
-        self.parameters = [mapping.get(id(p), p) for p in self.parameters]
+        self.optimized = [successor(mapping.get(id(p), p)) for p in self.optimized]
+        self.parameters = [successor(mapping.get(id(p), p)) for p in self.parameters]
         self.flags = list(map(_flags, self.parameters))
         self.hook_counts = list(map(len, self.hooks))  # spmd's own are in place now
         self._states()

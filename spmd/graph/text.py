@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", tor
 def program_text(graph: StepGraph | LocalGraph) -> str:
     """The whole program, inputs first."""
     lines = []
-    step: StepGraph = getattr(graph, "step", graph)
+    step: Any = getattr(graph, "step", graph)
     names = [f"{spec.role}: {spec.name}" for spec in step.inputs]
     for i, node in enumerate(graph.graph.nodes):
         lines.append(node_text(node, names[i] if node.op == "placeholder" and i < len(names) else None))
@@ -29,16 +30,15 @@ def program_text(graph: StepGraph | LocalGraph) -> str:
 def node_text(node: fx.Node, comment: str | None = None) -> str:
     """One line for one node."""
     if node.op == "output":
-        return f"return {format_arg(node.args[0])}"
+        return f"return {format_arg(node.args[0], {})}"
     layouts = node.meta.get("layouts")
     typed = f"{node.name}: {value_text(node.meta.get('val'))}" + (" " + ",".join(map(str, layouts)) if layouts and None not in layouts else "")
     if node.op == "placeholder":
         return typed + (f"  # {comment}" if comment else "")
-    args = [format_arg(a) for a in node.args] + [f"{k}={format_arg(v)}" for k, v in node.kwargs.items()]
     notes = [source.short] if (source := source_of(node)) else []
     if note := node.meta.get("collective"):
         notes.append(f"{note.role} {note.fqn or note.value} {note.before}->{note.after}")
-    return f"{typed} = {target_text(node.target)}({', '.join(args)})" + (f"  # {'; '.join(notes)}" if notes else "")
+    return f"{typed} = {target_text(node.target)}({args_text(node, {})})" + (f"  # {'; '.join(notes)}" if notes else "")
 
 
 def target_text(target: Any) -> str:
@@ -54,23 +54,34 @@ def value_text(val: Any) -> str:
     return "-" if val is None else type(val).__name__.removeprefix("Sym").lower()
 
 
-def format_arg(a: Any) -> str:
+def args_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """The arguments of a call; `names` gives nodes another name than their own."""
+    parts = [format_arg(a, names) for a in node.args] + [f"{k}={format_arg(v, names)}" for k, v in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def format_arg(a: Any, names: Mapping[fx.Node, str]) -> str:
     """An argument as text that's the same on every rank: numbers that differ stand as formulas of the rank."""
     if isinstance(a, fx.Node):
-        return a.name
+        return names.get(a, a.name)
     if isinstance(a, (tuple, list)):
-        return f"[{', '.join(map(format_arg, a))}]"
+        return f"[{', '.join(format_arg(x, names) for x in a)}]"
     return getattr(a, "formula", None) or str(a)
 
 
 def fingerprint_lines(graph: LocalGraph) -> list[str]:
     """The program of a rank, one line a node, equal on all ranks that run the same program: no local shapes, no group names."""
-    lines = []
+    step, lines = graph.step, []
+    placeholders = graph.graph.find_nodes(op="placeholder", sort=True)
+    names = {node: spec.name for node, spec in zip(placeholders, step.inputs, strict=False)}
+    for spec, whole, layouts in zip(step.inputs, step.placeholders, graph.inputs, strict=True):
+        lines.append(f"{spec.role} {spec.name}: {value_text(whole.meta['val'])} {', '.join(map(str, layouts or ()))}")
     for node in graph.graph.nodes:
-        args = [format_arg(a) for a in node.args] + [f"{k}={format_arg(v)}" for k, v in node.kwargs.items()]
-        if "collective" in node.meta:
-            note = node.meta["collective"]
-            args = [format_arg(node.args[0]), f"axis {note.axis}", note.role, note.fqn]
+        if node.op == "placeholder":
+            continue
+        args = args_text(node, names)
+        if note := node.meta.get("collective"):
+            args = f"{format_arg(node.args[0], names)}, axis {note.axis}, {note.role} of {note.fqn or note.value}"
         source = source_of(node)
-        lines.append(f"{node.name} = {target_text(node.target)}({', '.join(args)})" + (f"  # {source}" if source else ""))
+        lines.append(f"{node.name} = {target_text(node.target)}({args})" + (f"  # {source}" if source else ""))
     return lines

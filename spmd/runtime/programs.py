@@ -39,15 +39,14 @@ class Program:
     captured: Capture
     local: LocalGraph
     init: LocalGraph | None = None  # makes the optimizer state that doesn't exist yet
-    binding: Binding | None = None
     run: Executor | None = None
     key: int = 0  # digest of the program's text, equal on all ranks
 
     def __post_init__(self) -> None:
         self.lines = fingerprint_lines(self.local)
         self.key = text_digest(self.lines)
-        users = [s for s in self.captured.slots if s.input.role is Role.USER and s.leaf is not None and s.input.batch_dim is None]
-        self.shared = [(s.input.name, s.leaf) for s in users]  # tensors that every rank must pass alike
+        whole = [s for s in self.captured.slots if s.input.role is Role.USER and s.input.batch_dim is None]
+        self.shared = [(s.input.name, s.leaf) for s in whole if s.leaf is not None]  # tensors that every rank must pass alike
 
     def shared_inputs(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
         return [(name, x) for name, leaf in self.shared if isinstance(x := leaves[leaf], torch.Tensor) and not isinstance(x, DTensor)]
@@ -59,6 +58,7 @@ class Variant:
 
     captured: Capture
     programs: dict[int | None, Program] = field(default_factory=dict)
+    binding: Binding | None = None  # once one of the programs has run
 
     def __post_init__(self) -> None:
         users = [s for s in self.captured.slots if s.leaf is not None and s.input.batch_dim is not None]
@@ -171,7 +171,7 @@ class Programs:
         """The bound program that this call can run."""
         variant = self._variant(args, kwargs, leaves)
         program = variant.programs.get(self._batch(variant, leaves)) if variant else None
-        return program if program is not None and program.binding is not None and program.binding.check() else None
+        return program if program is not None and program.run is not None else None
 
     def _batch(self, variant: Variant, leaves: Sequence[Any]) -> int | None:
         """The global batch size of a call."""
@@ -180,6 +180,8 @@ class Programs:
 
     def _variant(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> Variant | None:
         for variant in self.variants:
+            if variant.binding is not None and not variant.binding.check():  # takes in what was loaded or assigned since
+                continue
             if variant.captured.guards.check(self.fn, args, kwargs) is None and variant.serves(self._batch(variant, leaves)):
                 return variant
         return None
@@ -189,13 +191,13 @@ class Programs:
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
         """The program for these arguments, not bound yet if it's new. Local to this rank."""
         self._join()
-        return self._prepare(args, kwargs, Stages(f"spmd: {self._name}", show=False))
+        return self._prepare(args, kwargs, Stages(f"spmd: {self._name}", show=False))[1]
 
     @property
     def _name(self) -> str:
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], stages: Stages) -> Program:
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], stages: Stages) -> tuple[Variant, Program]:
         leaves = flatten_leaves(args, kwargs)
         variant = self._variant(args, kwargs, leaves)
         if variant is None:
@@ -216,7 +218,7 @@ class Programs:
         batch = self._batch(variant, leaves)
         if batch not in variant.programs:
             variant.programs[batch] = self.build(variant.captured, batch, self._join(), stages)
-        return variant.programs[batch]
+        return variant, variant.programs[batch]
 
     def _lift_what_changes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A number that has changed twice becomes an input."""
@@ -237,7 +239,7 @@ class Programs:
         stages = Stages(f"spmd: {self._name} compiled", show=world.rank == 0)
         program, error = None, None
         try:
-            program = self._prepare(args, kwargs, stages)
+            variant, program = self._prepare(args, kwargs, stages)
         except SpmdError as caught:
             error = caught
         size = program.local.step.size if program is not None else None
@@ -249,7 +251,7 @@ class Programs:
                 agreement.same_state(self._plain_state(program), self.sync)
         if program.run is None:
             with stages("bind"):
-                self._bind(program)
+                self._bind(variant, program)
         stages.report()
 
     def _plain_state(self, program: Program) -> list[tuple[str, torch.Tensor]]:
@@ -257,17 +259,18 @@ class Programs:
         slots = program.captured.slots
         return [(s.input.name, s.tensor) for s in slots if s.input.role in STORED and s.tensor is not None and placed(s.tensor) is None]
 
-    def _bind(self, program: Program) -> None:
-        captured, world = program.captured, self._join()
-        before = [(s.tensor, s) for s in captured.slots if s.tensor is not None]
-        error = None
-        try:
-            program.binding = Binding(captured, program.local.inputs, world)
-        except SpmdError as caught:
-            error = caught
-        self.agreement.resolve(error, "")
-        assert program.binding is not None
-        if program.init is not None:
-            Executor(program.init, program.binding)((), lambda: None)
-        program.run = Executor(program.local, program.binding, captured.out_spec)
-        captured.guards.rebind({id(old): s.tensor for old, s in before})
+    def _bind(self, variant: Variant, program: Program) -> None:
+        captured = variant.captured
+        if variant.binding is None:
+            before = [(s.tensor, s) for s in captured.slots if s.tensor is not None]
+            error = None
+            try:
+                variant.binding = Binding(captured, program.local.inputs, self._join())
+            except SpmdError as caught:
+                error = caught
+            self.agreement.resolve(error, "")
+            assert variant.binding is not None
+            if program.init is not None:
+                Executor(program.init, variant.binding)((), lambda: None)
+            captured.guards.rebind({id(old): s.tensor for old, s in before})
+        program.run = Executor(program.local, variant.binding, captured.out_spec)

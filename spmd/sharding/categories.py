@@ -207,7 +207,7 @@ def addmm(call: Call, equation: str) -> Rule:
 def convolution(call: Call) -> Rule:
     n = len(call.inputs[0])
     rest: list[Hashable] = [None] * (n - 1)
-    ins = [["n", *rest], [None] * n, *([None] for _ in call.inputs[2:])]
+    ins: list[list[Hashable]] = [["n", *rest], [None] * n, *([None] for _ in call.inputs[2:])]
     return labelled(ins, [["n", *rest]], linear=((0,), (1,)) if len(call.inputs) == 2 else NONE, heavy=True, nonempty=True)
 
 
@@ -363,7 +363,7 @@ def index_plan(call: Call) -> tuple[list[Hashable], list[list[Hashable]], list[H
     common = torch.broadcast_shapes(*shapes)
     names: list[Hashable] = [f"i{j}" for j in range(len(common))]
     base: list[Hashable] = [None if j in used else j for j in range(n)]
-    positions = [[None if label is None else names[label] for label in aligned(s, common)] for s in shapes]  # type: ignore[call-overload]
+    positions = [[None if label is None else names[label] for label in aligned(s, common)] for s in shapes]
     if used == list(range(used[0], used[-1] + 1)):
         out = [*base[: used[0]], *names, *base[used[-1] + 1 :]]
     else:
@@ -376,4 +376,5 @@ def index_result(call: Call) -> Shape:
     plan = index_plan(call)
     assert plan is not None
     common = torch.broadcast_shapes(*(s for s in call.inputs[1:-1]))
-    return tuple(common[int(x[1:])] if isinstance(x, str) else call.inputs[0][x] for x in plan[2])  # type: ignore[call-overload]
+    sizes: dict[Hashable, int] = {**dict(enumerate(call.inputs[0])), **{f"i{j}": n for j, n in enumerate(common)}}
+    return tuple(sizes[label] for label in plan[2])

@@ -151,6 +151,6 @@ def join(parts: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
 def state_shard(shape: Sequence[int], world: int) -> Layout:
     """Where a parameter or state of `shape` is split at rest: the first dim with at least as many rows as ranks, else nowhere."""
     for d, size in enumerate(shape):
-        if size >= world and math.prod(tuple(shape)):
+        if size >= world and torch.Size(shape).numel():
             return shard(d, size)
     return R
