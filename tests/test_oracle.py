@@ -1,37 +1,48 @@
-"""The compiled step equals the undecorated one on one device: every case, both styles, W = 1, 2, 3, 4.
+"""The compiled step equals the undecorated one on one device: every case, both styles, W = 1, 2, 3, 4, one sample a rank included.
 
 One case alone, in the foreground: `python -m tests.oracle.run CASE STYLE W`.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.oracle import oracle
+from tests.oracle.case import Case
 from tests.oracle.cases import CASES, REPRESENTATIVE
 from tests.oracle.world import World
 
 WORLDS = (1, 2, 3, 4)
-UNEVEN = 3  # the world size at which every case runs
 
 
-def _matrix() -> Iterator[object]:
-    """W=3 for all, the other sizes and one sample a rank for a few; the rest only in `make test-all`."""
-    for W in (UNEVEN, 1, 2, 4):
-        for name in CASES:
-            usual = W == UNEVEN or name in REPRESENTATIVE
-            yield pytest.param(name, W, None, id=f"{name}-{W}", marks=() if usual else pytest.mark.slow)
-    for name, case in CASES.items():
-        for W in WORLDS:
-            if case.samples == (2,):  # other numbers of samples are the point of their case
-                usual = W == 2 and name in REPRESENTATIVE
-                yield pytest.param(name, W, 1, id=f"{name}-{W}-single", marks=() if usual else pytest.mark.slow)
+def _usual(case: Case, style: str, W: int, single: bool) -> bool:
+    """What runs each time: every case sharded unevenly, most also replicated, a few at every size. `make test-all` runs the rest.
+
+    One rank more than needed costs as much as another case, and the optimizers' arithmetic doesn't care about the style.
+    """
+    if case.needs:
+        return (style, W, single) == ("fully_shard", 2, False)
+    if case.name in REPRESENTATIVE:
+        return (style, W, single) in {("fully_shard", 1, False), ("replicate", 2, False), ("fully_shard", 3, False), ("fully_shard", 4, True)}
+    if style == "replicate":
+        return (W, single) == (2, False) and not case.name.startswith("optim_")
+    return (W, single) == (3, False)
 
 
-@pytest.mark.parametrize("style", oracle.STYLES)
-@pytest.mark.parametrize(("name", "W", "samples"), list(_matrix()))
-def test_equals_one_device(world: World, name: str, W: int, samples: int | None, style: str) -> None:
+def _matrix() -> Iterator[Any]:
+    for single in (False, True):
+        for name, case in CASES.items():
+            for W in WORLDS:
+                for style in oracle.STYLES:
+                    if not single or case.samples == (2,):  # other numbers of samples are the point of their case
+                        marks = () if _usual(case, style, W, single) else pytest.mark.slow
+                        yield pytest.param(name, style, W, single, id=f"{name}-{style}-{W}{'-single' * single}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "style", "W", "single"), list(_matrix()))
+def test_equals_one_device(world: World, name: str, style: str, W: int, single: bool) -> None:
     needs = CASES[name].needs
     if needs and not oracle.has(needs):
         pytest.skip(f"needs {needs}")
-    world.run(oracle.check, W, name, style, W, samples)
+    world.run(oracle.check, W, name, style, W, 1 if single else None)

@@ -207,7 +207,8 @@ def addmm(call: Call, equation: str) -> Rule:
 def convolution(call: Call) -> Rule:
     n = len(call.inputs[0])
     rest: list[Hashable] = [None] * (n - 1)
-    ins: list[list[Hashable]] = [["n", *rest], [None] * n, *([None] for _ in call.inputs[2:])]
+    bias: list[list[Hashable]] = [[None] for _ in call.inputs[2:]]
+    ins: list[list[Hashable]] = [["n", *rest], [None] * n, *bias]
     return labelled(ins, [["n", *rest]], linear=((0,), (1,)) if len(call.inputs) == 2 else NONE, heavy=True, nonempty=True)
 
 

@@ -105,13 +105,13 @@ class GPT(nn.Module):
     """A decoder over 13 tokens and at most 8 positions, its head tied to the embedding."""
 
     def __init__(
-        self, norm: type[nn.Module] = nn.LayerNorm, heads: int = 3, dropout: float = 0.0, recompute: str = ""
+        self, norm: type[nn.Module] = nn.LayerNorm, heads: int = 3, dropout: float = 0.0, recompute: str = "", blocks: int = 1
     ) -> None:
         super().__init__()
         width = 4 * heads
         self.recompute = recompute
         self.token, self.position = nn.Embedding(13, width), nn.Embedding(8, width)
-        self.blocks = nn.ModuleList(Block(width, heads, norm, dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width, heads, norm, dropout) for _ in range(blocks))
         self.norm = norm(width)
         self.head = nn.Linear(width, 13, bias=False)
         self.head.weight = self.token.weight
@@ -159,7 +159,7 @@ class SequenceFirst(nn.Module):
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=13, dropout=dropout)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -238,15 +238,15 @@ def transformers_model(kind: str) -> nn.Module:
 
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     if kind == "gpt2":
-        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=37, n_positions=16, n_embd=12, n_layer=2, n_head=3, **ends)).train()
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=37, n_positions=16, n_embd=12, n_layer=1, n_head=3, **ends)).train()
     if kind == "llama":
         sizes = {"hidden_size": 16, "intermediate_size": 22, "num_attention_heads": 4, "num_key_value_heads": 2}
-        return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=37, num_hidden_layers=2, **sizes)).train()
+        return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=37, num_hidden_layers=1, **sizes)).train()
     if kind == "bert":
-        sizes = {"hidden_size": 12, "intermediate_size": 22, "num_attention_heads": 3, "num_hidden_layers": 2}
+        sizes = {"hidden_size": 12, "intermediate_size": 22, "num_attention_heads": 3, "num_hidden_layers": 1}
         return hf.BertForMaskedLM(hf.BertConfig(vocab_size=37, max_position_embeddings=16, **sizes)).train()
     if kind == "t5":
-        sizes = {"d_model": 12, "d_kv": 4, "d_ff": 22, "num_heads": 3, "num_layers": 2}
+        sizes = {"d_model": 12, "d_kv": 4, "d_ff": 22, "num_heads": 3, "num_layers": 1}
         return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=37, decoder_start_token_id=0, **sizes)).train()
-    sizes = {"hidden_size": 12, "intermediate_size": 22, "num_attention_heads": 3, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 12, "intermediate_size": 22, "num_attention_heads": 3, "num_hidden_layers": 1}
     return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes)).train()

@@ -95,6 +95,7 @@ def _serve(conn: Connection, log: str | None) -> None:
         os.dup2(descriptor, 2)
         sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)
         sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), write_through=True)
+    gc.freeze()  # what came with the fork is never garbage: collecting after each job stays cheap
     faulthandler.enable(sys.__stderr__)
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     while True:
