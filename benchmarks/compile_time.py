@@ -1,6 +1,6 @@
 """How long a GPT step takes to compile, stage by stage.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/compile_time.py --layers 12 --width 768
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/compile_time.py --layers 12 --width 768
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def main() -> None:
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     if os.environ.get("RANK", "0") == "0":
         nodes = len(step.program().splitlines())
-        print(f"{options.layers} layers of {options.width}, {options.style}: first call {wall:.1f} s, {cpu:.1f} s of CPU time; {nodes} nodes")
+        print(
+            f"{options.layers} layers of {options.width}, {options.style}: first call {wall:.1f} s, {cpu:.1f} s of CPU time; {nodes} nodes"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Step time beside DDP and FSDP2: strategies take turns in the same processes, losses are compared, CPU time is a rank's own.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/step_time.py --layers 4 --width 128 --length 64 --batch 2
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/step_time.py --layers 4 --width 128 --length 64 --batch 2
 """
 
 from __future__ import annotations
@@ -77,16 +77,22 @@ def main() -> None:
             walls[name].append(time.perf_counter() - wall)
             cpus[name].append(cpu() - used)
             if not name.startswith("spmd"):
-                dist.all_reduce(loss, dist.ReduceOp.AVG) if dist.get_backend() != "gloo" else dist.all_reduce(loss.div_(world))
+                dist.all_reduce(loss, dist.ReduceOp.AVG) if dist.get_backend() != "gloo" else dist.all_reduce(
+                    loss.div_(world)
+                )
             losses[name].append(loss.item())
     if rank == 0:
         reference = losses["DDP"]
-        print(f"{'strategy':20} {'cpu ms min':>10} {'cpu ms med':>10} {'wall ms med':>11} {'largest loss difference':>24}")
+        print(
+            f"{'strategy':20} {'cpu ms min':>10} {'cpu ms med':>10} {'wall ms med':>11} {'largest loss difference':>24}"
+        )
         for name in steps:
             late = slice(2, None)  # the first two rounds warm up
             difference = max(abs(a - b) for a, b in zip(losses[name], reference, strict=True))
             figures = (min(cpus[name][late]), statistics.median(cpus[name][late]), statistics.median(walls[name][late]))
-            print(f"{name:20} {figures[0] * 1e3:10.1f} {figures[1] * 1e3:10.1f} {figures[2] * 1e3:11.1f} {difference:24.2e}")
+            print(
+                f"{name:20} {figures[0] * 1e3:10.1f} {figures[1] * 1e3:10.1f} {figures[2] * 1e3:11.1f} {difference:24.2e}"
+            )
     dist.destroy_process_group()
 
 

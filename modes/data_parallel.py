@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 import torch.fx as fx
@@ -15,7 +15,7 @@ from spmd.sharding.constraints import Constraints
 from spmd.sharding.layout import Layout, R, shard, state_shard
 
 
-class DataParallelStyle(str, Enum):
+class DataParallelStyle(StrEnum):
     """Where parameters and optimizer states lie between steps."""
 
     REPLICATE = "replicate"  # whole on every rank: gradients are all-reduced (DDP)
@@ -47,9 +47,15 @@ class DataParallelMode(ParallelMode):
 
     def constraints(self, step: StepGraph, world: int) -> Constraints:
         values = [ph.meta["val"] for ph in step.placeholders]
-        stored = {spec.name: self.at_rest(spec, val, world) for spec, val in zip(step.inputs, values, strict=True) if spec.role is Role.PARAMETER}
+        stored = {
+            spec.name: self.at_rest(spec, val, world)
+            for spec, val in zip(step.inputs, values, strict=True)
+            if spec.role is Role.PARAMETER
+        }
         inputs = tuple(self.place(spec, val, stored, world) for spec, val in zip(step.inputs, values, strict=True))
-        outputs = tuple(self.result(out, x, inputs, stored, world) for out, x in zip(step.outputs, step.results, strict=True))
+        outputs = tuple(
+            self.result(out, x, inputs, stored, world) for out, x in zip(step.outputs, step.results, strict=True)
+        )
         return Constraints(inputs, outputs, gradients=stored)
 
     def place(self, spec: Input, val: object, parameters: dict[str, Layout], world: int) -> Layout | None:
@@ -69,7 +75,9 @@ class DataParallelMode(ParallelMode):
             return R
         return state_shard(val.shape, world)
 
-    def result(self, out: Output, x: object, inputs: tuple[Layout | None, ...], parameters: dict[str, Layout], world: int) -> Layout | None:
+    def result(
+        self, out: Output, x: object, inputs: tuple[Layout | None, ...], parameters: dict[str, Layout], world: int
+    ) -> Layout | None:
         if out.updates is not None:
             return inputs[out.updates]
         if out.role is Role.GRADIENT or out.grad_of:

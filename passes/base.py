@@ -32,7 +32,12 @@ class PassPipeline:
             PassError: the name is unknown.
         """
         if spec not in ("default", "none"):
-            raise PassError(Offence(f"no pass pipeline is called {spec!r}", remedy='use "default", "none" or a PassPipeline of your passes'))
+            raise PassError(
+                Offence(
+                    f"no pass pipeline is called {spec!r}",
+                    remedy='use "default", "none" or a PassPipeline of your passes',
+                )
+            )
         return cls()
 
     def run(self, graph: LocalGraph) -> LocalGraph:

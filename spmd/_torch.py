@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 # Capture: fake tensors and symbolic sizes.
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException  # .numpy(), .tolist() on traced values
-from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException  # nonzero and the like
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+)  # .numpy(), .tolist() on traced values
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException as DynamicOutputShapeException,
+)  # nonzero and the like
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # a tensor without data
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # makes fakes, runs meta kernels
-from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # what the user's code sees while traced
-from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode  # one-pass functionalisation
-from torch._subclasses.functional_tensor import disable_functional_mode as disable_functional_mode  # to make plain fakes inside it
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor as FunctionalTensor,
+)  # what the user's code sees while traced
+from torch._subclasses.functional_tensor import (
+    FunctionalTensorMode as FunctionalTensorMode,
+)  # one-pass functionalisation
+from torch._subclasses.functional_tensor import (
+    disable_functional_mode as disable_functional_mode,
+)  # to make plain fakes inside it
 from torch._dynamo.source import ConstantSource as ConstantSource  # names the symbols
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer  # its create_node is where provenance is written
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as disable_proxy_modes_tracing  # to make fakes that aren't nodes
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer as PythonKeyTracer,
+)  # its create_node is where provenance is written
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing as disable_proxy_modes_tracing,
+)  # to make fakes that aren't nodes
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode  # the tracer in use
 from torch.fx.experimental.proxy_tensor import get_proxy_slot as get_proxy_slot  # tensor -> its node
-from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # functorch.make_fx lacks _allow_non_fake_inputs and record flags
+from torch.fx.experimental.proxy_tensor import (
+    make_fx as make_fx,
+)  # functorch.make_fx lacks _allow_non_fake_inputs and record flags
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as track_tensor_tree  # tensor := node
 from torch.fx.experimental.symbolic_shapes import DimDynamic as DimDynamic
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode  # `if` on a traced value
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode as GuardOnDataDependentSymNode,
+)  # `if` on a traced value
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv  # holds symbols, guards and replacements
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols  # sizes that depend on values
+from torch.fx.experimental.symbolic_shapes import (
+    free_unbacked_symbols as free_unbacked_symbols,
+)  # sizes that depend on values
 
 # Capture: the context of tracing.
 from torch._C import _current_autograd_node as current_autograd_node  # the backward function that runs now
 from torch.autograd import _get_sequence_nr as next_sequence_number  # ties backward nodes to their forward
-from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # Python decompositions of composites
+from torch._dispatch.python import (
+    enable_python_dispatcher as enable_python_dispatcher,
+)  # Python decompositions of composites
 from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
 from torch._decomp import decomposition_table as decomposition_table  # torch's own decompositions, by op
@@ -37,7 +59,9 @@ from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.distributed.tensor import DTensor as DTensor
 
 # Runtime: DTensors over persistent buffers. `DTensor.from_local` costs 1 ms a call; the constructor with a ready spec 8 us.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec  # mesh, placements, global shape and stride
+from torch.distributed.tensor._dtensor_spec import (
+    DTensorSpec as DTensorSpec,
+)  # mesh, placements, global shape and stride
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta  # the latter two, and dtype
 
 # Capture: which fake mode a tensor belongs to.

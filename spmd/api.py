@@ -1,11 +1,11 @@
 """compile() and CompiledStep: the whole pipeline, top to bottom.
 
-    capture   the plain step          -> StepGraph, global, symbolic in the batch      spmd/capture
-    at        a batch size            -> StepGraph with numbers                        spmd/graph
-    mode      policy                  -> Constraints                                   spmd/modes
-    propagate, partition              -> LocalGraph, this rank's program               spmd/sharding
-    passes    optimizations           -> LocalGraph                                    spmd/passes
-    bind, execute                     -> storage, agreement between ranks, a callable  spmd/runtime
+capture   the plain step          -> StepGraph, global, symbolic in the batch      spmd/capture
+at        a batch size            -> StepGraph with numbers                        spmd/graph
+mode      policy                  -> Constraints                                   spmd/modes
+propagate, partition              -> LocalGraph, this rank's program               spmd/sharding
+passes    optimizations           -> LocalGraph                                    spmd/passes
+bind, execute                     -> storage, agreement between ranks, a callable  spmd/runtime
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from spmd.graph.verify import verify_local, verify_step
 from spmd.modes import DataParallelMode, ParallelMode
 from spmd.passes import PassPipeline
 from spmd.report.explain import Explanation
-from spmd.runtime.progress import Stages
 from spmd.runtime.binding import placed
 from spmd.runtime.programs import Program, Programs
+from spmd.runtime.progress import Stages
 from spmd.runtime.world import World
 from spmd.sharding.constraints import pin
 from spmd.sharding.partition import Axis, partition
@@ -40,7 +40,15 @@ T = TypeVar("T")
 class CompiledStep(Generic[P, T]):
     """A train step that runs on every rank of a mesh. Made by `spmd.compile`; compiles on its first call."""
 
-    def __init__(self, fn: Callable[P, T], mode: ParallelMode, mesh: DeviceMesh | None, passes: PassPipeline, seed: int | None, sync: Literal["broadcast", "error"]) -> None:
+    def __init__(
+        self,
+        fn: Callable[P, T],
+        mode: ParallelMode,
+        mesh: DeviceMesh | None,
+        passes: PassPipeline,
+        seed: int | None,
+        sync: Literal["broadcast", "error"],
+    ) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.mode, self.mesh, self.passes = fn, mode, mesh, passes
         self.programs = Programs(fn, mode, self._compile, functools.partial(World.of, mesh), seed, sync)
@@ -86,10 +94,16 @@ class CompiledStep(Generic[P, T]):
 def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: ParallelMode, world: World) -> LocalGraph:
     """This rank's program for a captured graph."""
     if len(world.shape) != 1:
-        raise PlacementError(f"{type(mode).__name__} works on one mesh axis, the mesh has {len(world.shape)}: pass mesh[...] with one axis")
+        raise PlacementError(
+            f"{type(mode).__name__} works on one mesh axis, the mesh has {len(world.shape)}: pass mesh[...] with one axis"
+        )
     concrete = at(step, batch or 1)
     verify_step(concrete)
-    known = {s.input.name: found[0] for s in captured.slots if s.tensor is not None and (found := placed(s.tensor)) is not None}
+    known = {
+        s.input.name: found[0]
+        for s in captured.slots
+        if s.tensor is not None and (found := placed(s.tensor)) is not None
+    }
     constraints = pin(mode.constraints(concrete, world.size), concrete, known)
     plan = propagate(concrete, constraints, world.size)
     group = world.group(0).group_name if world.mesh is not None else ""
@@ -97,11 +111,27 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
 
 
 @overload
-def compile(func: Callable[P, T], *, parallel_mode: ParallelMode | None = ..., mesh: DeviceMesh | None = ..., passes: str | PassPipeline = ..., seed: int | None = ..., sync: Literal["broadcast", "error"] = ...) -> CompiledStep[P, T]: ...
+def compile(
+    func: Callable[P, T],
+    *,
+    parallel_mode: ParallelMode | None = ...,
+    mesh: DeviceMesh | None = ...,
+    passes: str | PassPipeline = ...,
+    seed: int | None = ...,
+    sync: Literal["broadcast", "error"] = ...,
+) -> CompiledStep[P, T]: ...
 
 
 @overload
-def compile(func: None = None, *, parallel_mode: ParallelMode | None = ..., mesh: DeviceMesh | None = ..., passes: str | PassPipeline = ..., seed: int | None = ..., sync: Literal["broadcast", "error"] = ...) -> Callable[[Callable[P, T]], CompiledStep[P, T]]: ...
+def compile(
+    func: None = None,
+    *,
+    parallel_mode: ParallelMode | None = ...,
+    mesh: DeviceMesh | None = ...,
+    passes: str | PassPipeline = ...,
+    seed: int | None = ...,
+    sync: Literal["broadcast", "error"] = ...,
+) -> Callable[[Callable[P, T]], CompiledStep[P, T]]: ...
 
 
 def compile(

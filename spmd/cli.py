@@ -14,7 +14,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Compile plain PyTorch train steps for a mesh of devices.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Compile plain PyTorch train steps for a mesh of devices."
+)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -24,7 +26,15 @@ def run(
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="processes on this machine")] = 1,
 ) -> None:
     """Run a script under torchrun, one thread a rank unless OMP_NUM_THREADS says otherwise."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script, *context.args]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        script,
+        *context.args,
+    ]
     raise typer.Exit(subprocess.call(command, env={"OMP_NUM_THREADS": "1", **os.environ}))
 
 

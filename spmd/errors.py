@@ -37,7 +37,7 @@ class SpmdError(Exception):
 
     def __str__(self) -> str:
         head = f"{self.summary} (docs/errors.md#{type(self).__name__.lower()})"
-        return "\n".join([head, *(f"  - {str(o)}" for o in self.offences)])
+        return "\n".join([head, *(f"  - {o!s}" for o in self.offences)])
 
 
 class CaptureError(SpmdError):

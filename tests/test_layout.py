@@ -9,7 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.sharding.layout import Partial, R, RankInt, Sharded, bounds, join, local_shape, padded_shape, shard, state_shard, take
+from spmd.sharding.layout import (
+    Partial,
+    R,
+    RankInt,
+    Sharded,
+    bounds,
+    join,
+    local_shape,
+    padded_shape,
+    shard,
+    state_shard,
+    take,
+)
 from spmd.sharding.rule import ViewRule
 
 WORLDS = st.integers(1, 5)

@@ -85,12 +85,20 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "dot": (lambda x, y: aten.dot.default(x, y), (rand(7), rand(7))),
     "addmm": (lambda b, x, y: aten.addmm.default(b, x, y), (rand(4), rand(7, 5), rand(5, 4))),
     "baddbmm": (lambda b, x, y: aten.baddbmm.default(b, x, y), (rand(3, 7, 4), rand(3, 7, 5), rand(3, 5, 4))),
-    "convolution": (lambda x, w, b: aten.convolution.default(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), (rand(7, 3, 5, 5), rand(4, 3, 3, 3), rand(4))),
+    "convolution": (
+        lambda x, w, b: aten.convolution.default(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        (rand(7, 3, 5, 5), rand(4, 3, 3, 3), rand(4)),
+    ),
     "convolution_backward": (
-        lambda g, x, w: aten.convolution_backward.default(g, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]),
+        lambda g, x, w: aten.convolution_backward.default(
+            g, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
+        ),
         (rand(7, 4, 5, 5), rand(7, 3, 5, 5), rand(4, 3, 3, 3)),
     ),
-    "attention": (lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True), (rand(7, 2, 5, 8), rand(7, 2, 5, 8), rand(7, 2, 5, 8))),
+    "attention": (
+        lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True),
+        (rand(7, 2, 5, 8), rand(7, 2, 5, 8), rand(7, 2, 5, 8)),
+    ),
     "softmax": (lambda x: aten._softmax.default(x, 1, False), (rand(7, 4),)),
     "softmax_backward": (lambda g, y: aten._softmax_backward_data.default(g, y, 1, F64), (rand(7, 4), rand(7, 4))),
     "cumsum": (lambda x: aten.cumsum.default(x, 1), (rand(7, 4),)),
@@ -102,7 +110,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "flip": (lambda x: aten.flip.default(x, [1]), (rand(7, 4),)),
     "roll": (lambda x: aten.roll.default(x, [1], [1]), (rand(7, 4),)),
     "embedding": (lambda w, i: aten.embedding.default(w, i), (rand(9, 4), ints(9, 7, 3))),
-    "embedding_backward": (lambda g, i: aten.embedding_dense_backward.default(g, i, 9, -1, False), (rand(7, 3, 4), ints(9, 7, 3))),
+    "embedding_backward": (
+        lambda g, i: aten.embedding_dense_backward.default(g, i, 9, -1, False),
+        (rand(7, 3, 4), ints(9, 7, 3)),
+    ),
     "gather": (lambda x, i: aten.gather.default(x, 1, i), (rand(7, 4), ints(4, 7, 2))),
     "scatter": (lambda x, i, s: aten.scatter.src(x, 1, i, s), (rand(7, 4), ints(4, 7, 1), rand(7, 1))),
     "scatter_add": (lambda x, i, s: aten.scatter_add.default(x, 1, i, s), (rand(7, 4), ints(4, 7, 3), rand(7, 3))),
@@ -112,15 +123,38 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "index_put_set": (lambda x, v: aten.index_put.default(x, [torch.arange(7)], v, False), (rand(9, 4), rand(7, 4))),
     "index_select": (lambda x, i: aten.index_select.default(x, 1, i), (rand(7, 4), ints(4, 5))),
     "index_add": (lambda x, i, v: aten.index_add.default(x, 0, i, v), (rand(9, 4), ints(9, 7), rand(7, 4))),
-    "layer_norm": (lambda x, w, b: aten.native_layer_norm.default(x, [4], w, b, 1e-5), (rand(7, 3, 4), rand(4), rand(4))),
-    "group_norm": (lambda x, w, b: aten.native_group_norm.default(x, w, b, 7, 4, 9, 2, 1e-5), (rand(7, 4, 3, 3), rand(4), rand(4))),
+    "layer_norm": (
+        lambda x, w, b: aten.native_layer_norm.default(x, [4], w, b, 1e-5),
+        (rand(7, 3, 4), rand(4), rand(4)),
+    ),
+    "group_norm": (
+        lambda x, w, b: aten.native_group_norm.default(x, w, b, 7, 4, 9, 2, 1e-5),
+        (rand(7, 4, 3, 3), rand(4), rand(4)),
+    ),
     "max_pool": (lambda x: aten.max_pool2d_with_indices.default(x, [2, 2]), (rand(7, 3, 4, 4),)),
     "avg_pool": (lambda x: aten.avg_pool2d.default(x, [2, 2]), (rand(7, 3, 4, 4),)),
-    "upsample_backward": (lambda g: aten.upsample_nearest2d_backward.default(g, [8, 8], [7, 3, 4, 4]), (rand(7, 3, 8, 8),)),
+    "upsample_backward": (
+        lambda g: aten.upsample_nearest2d_backward.default(g, [8, 8], [7, 3, 4, 4]),
+        (rand(7, 3, 8, 8),),
+    ),
     "tril": (lambda x: aten.tril.default(x), (rand(3, 4, 4),)),
     "qr": (lambda x: aten.linalg_qr.default(x), (rand(3, 4, 4),)),
     "fused_adamw": (
-        lambda p, g, m, v, s: aten._fused_adamw.default([p], [g], [m], [v], [], [s], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False),
+        lambda p, g, m, v, s: aten._fused_adamw.default(
+            [p],
+            [g],
+            [m],
+            [v],
+            [],
+            [s],
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        ),
         (rand(7, 4), rand(7, 4), rand(7, 4), rand(7, 4).abs(), torch.tensor(3.0)),
     ),
 }
@@ -142,7 +176,9 @@ def step_graph(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> StepGr
 def run(step: StepGraph, plan: Plan, world: int, args: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
     graphs = [partition(step, plan, Axis(world, r, "0")) for r in range(world)]
     places = [plan.layouts[ph] for ph in step.placeholders]
-    return run_lockstep(graphs, [[take(x, p, world, r).contiguous() for x, p in zip(args, places, strict=True)] for r in range(world)])
+    return run_lockstep(
+        graphs, [[take(x, p, world, r).contiguous() for x, p in zip(args, places, strict=True)] for r in range(world)]
+    )
 
 
 def transfers(name: str, world: int) -> list[tuple[int, int, list[Layout], list[Layout]]]:
@@ -159,7 +195,11 @@ def transfers(name: str, world: int) -> list[tuple[int, int, list[Layout], list[
 
 
 def op_call(step: StepGraph) -> Call:
-    nodes = [n for n in step.graph.nodes if n.op == "call_function" and hasattr(n.target, "_schema") and n.target is not aten.arange.default]
+    nodes = [
+        n
+        for n in step.graph.nodes
+        if n.op == "call_function" and hasattr(n.target, "_schema") and n.target is not aten.arange.default
+    ]
     return Call(nodes[-1])
 
 
@@ -177,7 +217,9 @@ def test_a_rule_is_what_the_op_does(name: str, world: int) -> None:
         for node in step.graph.nodes:
             if node.op == "call_function":
                 plan.layouts[node] = R
-                plan.choices[node] = Choice(Call(node), rule_for(Call(node)), [R] * len(Call(node).tensors), [R] * len(Call(node).values))
+                plan.choices[node] = Choice(
+                    Call(node), rule_for(Call(node)), [R] * len(Call(node).tensors), [R] * len(Call(node).values)
+                )
             elif node.op != "output":
                 plan.layouts[node] = place.get(node, R)
         plan.choices[call.node] = Choice(call, rule_for(call), list(wants), outs)
@@ -190,10 +232,26 @@ def test_a_rule_is_what_the_op_does(name: str, world: int) -> None:
         plan.outputs = [R] * len(step.outputs)
         for result in run(step, plan, world, args):
             for got, want in zip(result, expected, strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=f"input {i} sharded on dim {d}: {wants} -> {outs}")
+                torch.testing.assert_close(
+                    got, want, rtol=1e-12, atol=1e-12, msg=f"input {i} sharded on dim {d}: {wants} -> {outs}"
+                )
 
 
-MUST_SPLIT = {"mm", "addmm", "convolution", "attention", "layer_norm", "embedding", "softmax", "sum_all", "mean_all", "view_merge", "convolution_backward", "index_put", "fused_adamw"}
+MUST_SPLIT = {
+    "mm",
+    "addmm",
+    "convolution",
+    "attention",
+    "layer_norm",
+    "embedding",
+    "softmax",
+    "sum_all",
+    "mean_all",
+    "view_merge",
+    "convolution_backward",
+    "index_put",
+    "fused_adamw",
+}
 
 
 @pytest.mark.parametrize("name", sorted(MUST_SPLIT))

@@ -96,7 +96,10 @@ class _Identities:
         return None
 
     def rebind(self, replaced: Mapping[int, Any]) -> None:
-        self.expected = [[successor(replaced.get(id(x), x)) if isinstance(x, torch.Tensor) else x for x in items] for items in self.expected]
+        self.expected = [
+            [successor(replaced.get(id(x), x)) if isinstance(x, torch.Tensor) else x for x in items]
+            for items in self.expected
+        ]
         self.flat = list(chain.from_iterable(self.expected))
 
 

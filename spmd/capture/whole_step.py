@@ -182,9 +182,13 @@ def valid_at(step: StepGraph, batch: int, traced: Traced) -> bool:
     return guards_hold(step, batch)
 
 
-def guards_hold(step: StepGraph, batch: int) -> bool:
-    """Whether all of `step.guards` that depend on the batch alone hold at `batch`."""
-    if step.batch is None:
-        return True
-    at = {step.batch.symbol: sympy.Integer(batch)}
-    return all(bool(g.xreplace(at)) for g in step.guards if g.free_symbols == {step.batch.symbol})
+def guards_hold(step: StepGraph, batch: int | None, numbers: Mapping[sympy.Symbol, float] | None = None) -> bool:
+    """Whether the branches that the trace took go the same way at a global batch size, and at today's `numbers` where they're given.
+
+    Conditions on symbols without a value (numbers of another call, values known only at run time) are passed over.
+    """
+    known: dict[Any, Any] = dict(numbers or {})
+    if step.batch is not None and batch is not None:
+        known[step.batch.symbol] = batch
+    at = {symbol: sympy.sympify(value) for symbol, value in known.items()}
+    return all(bool(g.xreplace(at)) for g in step.guards if g.free_symbols and g.free_symbols <= at.keys())

@@ -26,7 +26,11 @@ def run_lockstep(graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Any]]) 
     values = [iter([*x, lambda: None]) for x in inputs]
     for nodes in zip(*(list(g.graph.nodes) for g in graphs), strict=True):
         node = nodes[0]
-        if any((n.op, n.target if n.op == "call_function" else "", n.name) != (node.op, node.target if node.op == "call_function" else "", node.name) for n in nodes):
+        if any(
+            (n.op, n.target if n.op == "call_function" else "", n.name)
+            != (node.op, node.target if node.op == "call_function" else "", node.name)
+            for n in nodes
+        ):
             raise VerifyError(f"ranks run different nodes: {[f'{n.name} = {n.target}' for n in nodes]}")
         args = [map_arg((n.args, n.kwargs), e.__getitem__) for n, e in zip(nodes, env, strict=True)]
         if node.op == "placeholder":
@@ -64,4 +68,6 @@ def check(node: fx.Node, x: Any) -> None:
     """A node yields what its metadata says."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor) and isinstance(x, torch.Tensor) and (x.shape, x.dtype) != (val.shape, val.dtype):
-        raise VerifyError(f"{node.name} = {node.target} yields {x.dtype}{list(x.shape)}, its metadata says {val.dtype}{list(val.shape)}")
+        raise VerifyError(
+            f"{node.name} = {node.target} yields {x.dtype}{list(x.shape)}, its metadata says {val.dtype}{list(val.shape)}"
+        )

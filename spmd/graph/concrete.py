@@ -49,7 +49,9 @@ class Concretion:
             val = node.meta.get("val")
             new.meta["val"] = tree_map(self.concrete, val)
             if self.symbol is not None:  # else the capture has noted it
-                new.meta["varies"] = tuple(self.size(n)[1] for n in val.shape) if isinstance(val, torch.Tensor) else None
+                new.meta["varies"] = (
+                    tuple(self.size(n)[1] for n in val.shape) if isinstance(val, torch.Tensor) else None
+                )
         module = fx.GraphModule(self.step.module, graph)
         return replace(self.step, module=module, batch=None, size=self.batch)
 

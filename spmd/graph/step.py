@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import sympy
 import torch.fx as fx
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What an input or output of the step is."""
 
     PARAMETER = "parameter"
@@ -29,9 +29,6 @@ class Role(str, Enum):
     GRADIENT = "gradient"  # a .grad that lives from one call to the next
     HYPER = "hyper-parameter"  # a Python number read anew at each call, e.g. lr
     USER = "user"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 STORED = (Role.PARAMETER, Role.BUFFER, Role.STATE)  # roles whose tensors lie in persistent storage, updated in place
@@ -81,7 +78,9 @@ class StepGraph:
     outputs: tuple[Output, ...]
     batch: Batch | None = None  # None: static, or already at a concrete batch
     size: int | None = None  # the concrete global batch, after `at`
-    guards: tuple[Any, ...] = field(default=(), repr=False)  # sympy conditions on batch and scalars under which the graph is valid
+    guards: tuple[Any, ...] = field(
+        default=(), repr=False
+    )  # sympy conditions on batch and scalars under which the graph is valid
 
     @property
     def graph(self) -> fx.Graph:

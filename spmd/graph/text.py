@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from spmd.graph.local import LocalGraph
     from spmd.graph.step import StepGraph
 
-SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32", torch.bool: "b8", torch.uint8: "u8"}
+SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "b8",
+    torch.uint8: "u8",
+}
 
 
 def program_text(graph: StepGraph | LocalGraph) -> str:
@@ -32,7 +41,9 @@ def node_text(node: fx.Node, comment: str | None = None) -> str:
     if node.op == "output":
         return f"return {format_arg(node.args[0], {})}"
     layouts = node.meta.get("layouts")
-    typed = f"{node.name}: {value_text(node.meta.get('val'))}" + (" " + ",".join(map(str, layouts)) if layouts and None not in layouts else "")
+    typed = f"{node.name}: {value_text(node.meta.get('val'))}" + (
+        " " + ",".join(map(str, layouts)) if layouts and None not in layouts else ""
+    )
     if node.op == "placeholder":
         return typed + (f"  # {comment}" if comment else "")
     notes = [source.short] if (source := source_of(node)) else []

@@ -33,7 +33,9 @@ def verify_local(local: LocalGraph) -> None:
     found = structure(local.graph)
     for node in local.graph.nodes:
         if "collective" in node.meta and [u.target for u in node.users] != [c10d.wait_tensor.default]:
-            found.append(Offence(f"collective {node.name} must be waited for exactly once, by its only user", where(node)))
+            found.append(
+                Offence(f"collective {node.name} must be waited for exactly once, by its only user", where(node))
+            )
     stores: dict[fx.Node, int] = {}
     for node in local.graph.find_nodes(op="call_function", target=aten.copy_.default):
         home = node.args[0]
@@ -47,8 +49,17 @@ def verify_local(local: LocalGraph) -> None:
             continue
         expected = int(result is not local.step.placeholders[out.updates])
         if stores.get(placeholders[out.updates], 0) != expected:
-            found.append(Offence(f"{out.name} is stored {stores.get(placeholders[out.updates], 0)} times, not {expected}", fqn=out.name))
-    if len(local.mesh_shape) and max(local.mesh_shape) > 1 and not local.graph.find_nodes(op="call_function", target=settle):
+            found.append(
+                Offence(
+                    f"{out.name} is stored {stores.get(placeholders[out.updates], 0)} times, not {expected}",
+                    fqn=out.name,
+                )
+            )
+    if (
+        len(local.mesh_shape)
+        and max(local.mesh_shape) > 1
+        and not local.graph.find_nodes(op="call_function", target=settle)
+    ):
         found.append(Offence("the ranks never settle on the program"))
     if found:
         raise VerifyError(found)
@@ -58,7 +69,11 @@ def structure(graph: fx.Graph) -> list[Offence]:
     """Topology: every argument is defined before its use."""
     found, seen = [], set()
     for node in graph.nodes:
-        found += [Offence(f"{node.name} uses {a.name} before it's computed", where(node)) for a in node.all_input_nodes if a not in seen]
+        found += [
+            Offence(f"{node.name} uses {a.name} before it's computed", where(node))
+            for a in node.all_input_nodes
+            if a not in seen
+        ]
         seen.add(node)
     return found
 

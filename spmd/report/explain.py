@@ -61,7 +61,9 @@ class Explanation:
     def __rich__(self) -> Group:
         stored = sum(p.nbytes for p in self.placements if p.role in {str(r) for r in STORED})
         moved = sum(c.nbytes for c in self.collectives)
-        head = Text(f"at rest on this rank: {size(stored)} of parameters, buffers and states; collectives a step: {len(self.collectives)}, {size(moved)}")
+        head = Text(
+            f"at rest on this rank: {size(stored)} of parameters, buffers and states; collectives a step: {len(self.collectives)}, {size(moved)}"
+        )
         tables: list[Any] = [head, self.placement_table(), self.collective_table()]
         if self.fallbacks:
             tables.append(self.fallback_table())
@@ -74,9 +76,27 @@ class Explanation:
         return table
 
     def collective_table(self) -> Table:
-        table = Table("role", "collective", "tensor", "move", "bytes", "line", "reason", title="collectives, in program order", title_justify="left")
+        table = Table(
+            "role",
+            "collective",
+            "tensor",
+            "move",
+            "bytes",
+            "line",
+            "reason",
+            title="collectives, in program order",
+            title_justify="left",
+        )
         for c in self.collectives:
-            table.add_row(c.role, c.op, c.fqn or c.value, f"{c.before} -> {c.after}", size(c.nbytes), c.source.short if c.source else "", c.reason)
+            table.add_row(
+                c.role,
+                c.op,
+                c.fqn or c.value,
+                f"{c.before} -> {c.after}",
+                size(c.nbytes),
+                c.source.short if c.source else "",
+                c.reason,
+            )
         return table
 
     def fallback_table(self) -> Table:
@@ -99,7 +119,9 @@ def placed(local: LocalGraph) -> list[PlacedTensor]:
         for layout, world in zip(layouts, local.mesh_shape, strict=True):
             shape = padded_shape(shape, layout, world)  # type: ignore[assignment]
         nbytes = torch.Size(shape).numel() * val.element_size()
-        rows.append(PlacedTensor(str(spec.role), spec.name, tuple(val.shape), val.dtype, ",".join(map(str, layouts)), nbytes))
+        rows.append(
+            PlacedTensor(str(spec.role), spec.name, tuple(val.shape), val.dtype, ",".join(map(str, layouts)), nbytes)
+        )
     return rows
 
 

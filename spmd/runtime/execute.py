@@ -108,7 +108,10 @@ class Executor:
         binding, inputs = self.binding, self.local.step.inputs
         returned: list[Any] = []
         for i, (out, node, layouts) in enumerate(self.outputs):
-            value, results[i] = results[i], None  # new states are copied into their storage: hold one at a time, not all
+            value, results[i] = (
+                results[i],
+                None,
+            )  # new states are copied into their storage: hold one at a time, not all
             if out.role is Role.GRADIENT:
                 binding.set_gradient(owner_of(out, inputs), value)
             elif out.role is Role.STATE and out.updates is None:

@@ -8,10 +8,12 @@ it lacks, then they compare outcome, program and state, bind, and call again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
+import sympy
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +31,7 @@ from spmd.runtime.progress import Stages
 from spmd.runtime.random import Draws
 from spmd.runtime.world import World
 
+Read = Callable[[Sequence[Any]], Any]  # a value of the call, from its leaves
 LIMIT = 24  # programs of one function; more means that something changes at every call
 
 
@@ -46,10 +49,16 @@ class Program:
         self.lines = fingerprint_lines(self.local)
         self.key = text_digest(self.lines)
         whole = [s for s in self.captured.slots if s.input.role is Role.USER and s.input.batch_dim is None]
-        self.shared = [(s.input.name, s.leaf) for s in whole if s.leaf is not None]  # tensors that every rank must pass alike
+        self.shared = [
+            (s.input.name, s.leaf) for s in whole if s.leaf is not None
+        ]  # tensors that every rank must pass alike
 
     def shared_inputs(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-        return [(name, x) for name, leaf in self.shared if isinstance(x := leaves[leaf], torch.Tensor) and not isinstance(x, DTensor)]
+        return [
+            (name, x)
+            for name, leaf in self.shared
+            if isinstance(x := leaves[leaf], torch.Tensor) and not isinstance(x, DTensor)
+        ]
 
 
 @dataclass
@@ -62,6 +71,9 @@ class Variant:
 
     def __post_init__(self) -> None:
         users = [s for s in self.captured.slots if s.leaf is not None and s.input.batch_dim is not None]
+        self.served: tuple[Any, ...] | None = None  # batch and numbers for which the graph is known to hold
+        branched = {symbol for guard in self.captured.step.guards for symbol in guard.free_symbols}
+        self.numbers = [(symbol, read) for symbol, read in numbers(self.captured) if symbol in branched]
         self.carriers: list[tuple[Any, Any]] = [(s.leaf, s.input.batch_dim) for s in users]
 
     def local_batch(self, leaves: Sequence[Any]) -> int | None:
@@ -69,10 +81,31 @@ class Variant:
         sizes = {leaves[leaf].shape[dim] for leaf, dim in self.carriers}
         return None if not sizes else sizes.pop() if len(sizes) == 1 else -1
 
-    def serves(self, batch: int | None) -> bool:
-        """Whether the captured graph is valid for a global batch of this size."""
-        step = self.captured.step
-        return guards_hold(step, batch) if step.batch is not None and batch is not None else step.size == batch
+    def serves(self, batch: int | None, leaves: Sequence[Any]) -> bool:
+        """Whether the captured graph is valid for a global batch of this size and for today's numbers."""
+        step, today = self.captured.step, (batch, [read(leaves) for _, read in self.numbers])
+        if today == self.served:
+            return True
+        if step.batch is None and step.size != batch:
+            return False
+        holds = guards_hold(step, batch, dict(zip((symbol for symbol, _ in self.numbers), today[1], strict=True)))
+        self.served = today if holds else self.served
+        return holds
+
+
+def numbers(captured: Capture) -> Iterator[tuple[sympy.Symbol, Read]]:
+    """The symbol of each number that is an input, and how to read it from the leaves of a call."""
+
+    def item(container: Mapping[str, Any], key: str) -> Read:
+        return lambda leaves: container[key]
+
+    for slot, node in zip(captured.slots, captured.step.placeholders, strict=True):
+        if isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat)):
+            symbol = node.meta["val"].node.expr
+            if slot.container is not None:
+                yield symbol, item(slot.container, slot.key)
+            elif slot.leaf is not None:
+                yield symbol, itemgetter(slot.leaf)
 
 
 class Elsewhere(Exception):
@@ -104,7 +137,12 @@ class Programs:
     @property
     def latest(self) -> Program:
         if self._latest is None:
-            raise CaptureError(Offence("no program has been compiled yet", remedy="call the step first, or pass arguments: step.program(model, optim, x, y)"))
+            raise CaptureError(
+                Offence(
+                    "no program has been compiled yet",
+                    remedy="call the step first, or pass arguments: step.program(model, optim, x, y)",
+                )
+            )
         return self._latest
 
     def _join(self) -> World:
@@ -143,7 +181,9 @@ class Programs:
         """Run `program`; its ranks wait for each other's votes within it."""
         shared = program.shared_inputs(leaves) if program is not None else []
         digest = text_digest([str(tensor_digest(x)) for _, x in shared]) if shared else 0
-        pending = self.agreement.begin([int(program is None), program.key if program is not None else 0, digest, *self.draws.ballot()])
+        pending = self.agreement.begin(
+            [int(program is None), program.key if program is not None else 0, digest, *self.draws.ballot()]
+        )
 
         def settle() -> None:
             votes = pending.wait()
@@ -180,9 +220,13 @@ class Programs:
 
     def _variant(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> Variant | None:
         for variant in self.variants:
-            if variant.binding is not None and not variant.binding.check():  # takes in what was loaded or assigned since
+            if (
+                variant.binding is not None and not variant.binding.check()
+            ):  # takes in what was loaded or assigned since
                 continue
-            if variant.captured.guards.check(self.fn, args, kwargs) is None and variant.serves(self._batch(variant, leaves)):
+            if variant.captured.guards.check(self.fn, args, kwargs) is None and variant.serves(
+                self._batch(variant, leaves), leaves
+            ):
                 return variant
         return None
 
@@ -231,7 +275,12 @@ class Programs:
                 self.lifted |= {changed.name}
         if len(self.variants) >= LIMIT:
             (name, times), *_ = self.changes.most_common(1) or [("the batch", 0)]
-            raise CaptureError(Offence(f"the step has been traced {len(self.variants)} times; {name} changed {times} times", remedy="keep it constant, or pass it as a tensor"))
+            raise CaptureError(
+                Offence(
+                    f"the step has been traced {len(self.variants)} times; {name} changed {times} times",
+                    remedy="keep it constant, or pass it as a tensor",
+                )
+            )
 
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The slow path: all ranks, in step."""
@@ -243,7 +292,10 @@ class Programs:
         except SpmdError as caught:
             error = caught
         size = program.local.step.size if program is not None else None
-        agreement.resolve(error, f"its share of the batch has {size // world.size} samples" if size is not None else "it passes no batch")
+        agreement.resolve(
+            error,
+            f"its share of the batch has {size // world.size} samples" if size is not None else "it passes no batch",
+        )
         assert program is not None
         with stages("agree"):
             agreement.same_program(program.lines)
@@ -257,7 +309,11 @@ class Programs:
     def _plain_state(self, program: Program) -> list[tuple[str, torch.Tensor]]:
         """Tensors that no compiled function holds yet: each rank has its own whole copy."""
         slots = program.captured.slots
-        return [(s.input.name, s.tensor) for s in slots if s.input.role in STORED and s.tensor is not None and placed(s.tensor) is None]
+        return [
+            (s.input.name, s.tensor)
+            for s in slots
+            if s.input.role in STORED and s.tensor is not None and placed(s.tensor) is None
+        ]
 
     def _bind(self, variant: Variant, program: Program) -> None:
         captured = variant.captured

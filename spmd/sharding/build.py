@@ -61,7 +61,12 @@ class Build:
 
     def narrow(self, x: fx.Node, dim: int, start: int, length: int) -> fx.Node:
         """A contiguous range of `dim`; `x` itself where that's all of it on every rank."""
-        if not isinstance(start, RankInt) and not isinstance(length, RankInt) and start == 0 and length == self.val(x).shape[dim]:
+        if (
+            not isinstance(start, RankInt)
+            and not isinstance(length, RankInt)
+            and start == 0
+            and length == self.val(x).shape[dim]
+        ):
             return x
         return self.op(aten.slice.Tensor, x, dim, start, add(start, length))
 

@@ -66,7 +66,9 @@ def like(call: Call) -> Rule:
 def factory(call: Call) -> Rule:
     """Built from numbers; built whole, except where every element is the same."""
     uniform = call.has("size") and not call.has("stride") and call.name != "eye"
-    return labelled([None] * len(call.inputs), [[None] * len(o or ()) for o in call.outputs], sizes="size" if uniform else "")
+    return labelled(
+        [None] * len(call.inputs), [[None] * len(o or ()) for o in call.outputs], sizes="size" if uniform else ""
+    )
 
 
 def random(call: Call) -> Rule:
@@ -82,8 +84,16 @@ def whole_value(call: Call, **options: Any) -> Rule:
 def view(call: Call) -> Rule:
     sizes = "size" if call.has("size") else "shape" if call.has("shape") else ""
     n = len(call.inputs[0])
-    return ViewRule((tuple(range(n)),), (tuple(range(len(main_output(call)))),), linear=((0,),), sizes=sizes, view=True, emit=emit.reshape,
-                    source=call.inputs[0], result=main_output(call))
+    return ViewRule(
+        (tuple(range(n)),),
+        (tuple(range(len(main_output(call)))),),
+        linear=((0,),),
+        sizes=sizes,
+        view=True,
+        emit=emit.reshape,
+        source=call.inputs[0],
+        result=main_output(call),
+    )
 
 
 def permute(call: Call) -> Rule:
@@ -104,7 +114,16 @@ def expand(call: Call) -> Rule:
     return pointwise(call, ((0,),), sizes="size")
 
 
-REDUCE = {"sum": "sum", "mean": "sum", "amax": "max", "max": "max", "amin": "min", "min": "min", "any": "max", "all": "min"}
+REDUCE = {
+    "sum": "sum",
+    "mean": "sum",
+    "amax": "max",
+    "max": "max",
+    "amin": "min",
+    "min": "min",
+    "any": "max",
+    "all": "min",
+}
 
 
 def reduction(call: Call) -> Rule | None:
@@ -117,7 +136,7 @@ def reduction(call: Call) -> Rule | None:
     out = [None if d in dims else d for d in range(n)] if keep else [d for d in range(n) if d not in dims]
     linear = ((0,),) if call.name in ("sum", "mean") and not narrowing(call) else NONE
     alone = len(call.outputs) == 1  # max.dim also gives indices: they don't reduce
-    reduce = {d: REDUCE[call.name] for d in dims} if alone else {}
+    reduce = dict.fromkeys(dims, REDUCE[call.name]) if alone else {}
     emitter = {"mean": emit.mean, "sum": None}.get(call.name, emit.extremum)
     return labelled([list(range(n))], [out] * len(call.outputs), reduce=reduce, linear=linear, emit=emitter)
 
@@ -146,7 +165,9 @@ def along(call: Call, linear: Linear = NONE, dim: str = "dim") -> Rule | None:
     return labelled([labels(s) for s in call.inputs], [labels(o) for o in call.outputs], linear=linear)
 
 
-def leading(call: Call, count: int, operands: Sequence[int] | None = None, linear: Linear = NONE, **options: Any) -> Rule:
+def leading(
+    call: Call, count: int, operands: Sequence[int] | None = None, linear: Linear = NONE, **options: Any
+) -> Rule:
     """The first `count` dims are independent; inputs outside `operands` (weights) are replicated."""
     first = call.inputs[0]
 
@@ -171,7 +192,13 @@ def group_norm(call: Call) -> Rule:
 def image(call: Call, linear: Linear = NONE) -> Rule:
     """Pooling and resizing: independent over all but the spatial dims."""
     spatial = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
-    return leading(call, len(call.inputs[0]) - spatial, linear=linear, nonempty=True, emit=emit.input_size if call.has("input_size") else None)
+    return leading(
+        call,
+        len(call.inputs[0]) - spatial,
+        linear=linear,
+        nonempty=True,
+        emit=emit.input_size if call.has("input_size") else None,
+    )
 
 
 def matrices(call: Call, linear: Linear = NONE) -> Rule:
@@ -192,7 +219,9 @@ def attention(call: Call) -> Rule:
 def einsum(call: Call, equation: str) -> Rule:
     left, right = equation.split("->")
     ins = left.split(",")
-    return labelled(ins, [right], reduce=dict.fromkeys(set("".join(ins)) - set(right), "sum"), linear=((0,), (1,)), heavy=True)
+    return labelled(
+        ins, [right], reduce=dict.fromkeys(set("".join(ins)) - set(right), "sum"), linear=((0,), (1,)), heavy=True
+    )
 
 
 def addmm(call: Call, equation: str) -> Rule:
@@ -201,7 +230,14 @@ def addmm(call: Call, equation: str) -> Rule:
     a, b = left.split(",")
     out = main_output(call)
     bias = [None if d is None else right[d] for d in aligned(call.inputs[0], out)]
-    return labelled([bias, a, b], [right], reduce=dict.fromkeys(set(a) - set(right), "sum"), linear=((0, 1), (0, 2)), base=0, heavy=True)
+    return labelled(
+        [bias, a, b],
+        [right],
+        reduce=dict.fromkeys(set(a) - set(right), "sum"),
+        linear=((0, 1), (0, 2)),
+        base=0,
+        heavy=True,
+    )
 
 
 def convolution(call: Call) -> Rule:
@@ -209,7 +245,9 @@ def convolution(call: Call) -> Rule:
     rest: list[Hashable] = [None] * (n - 1)
     bias: list[list[Hashable]] = [[None] for _ in call.inputs[2:]]
     ins: list[list[Hashable]] = [["n", *rest], [None] * n, *bias]
-    return labelled(ins, [["n", *rest]], linear=((0,), (1,)) if len(call.inputs) == 2 else NONE, heavy=True, nonempty=True)
+    return labelled(
+        ins, [["n", *rest]], linear=((0,), (1,)) if len(call.inputs) == 2 else NONE, heavy=True, nonempty=True
+    )
 
 
 def convolution_backward(call: Call) -> Rule:
@@ -217,7 +255,9 @@ def convolution_backward(call: Call) -> Rule:
     rest: list[Hashable] = [None] * (n - 1)
     outs: list[list[Hashable]] = [["n", *rest], [None] * n, [None]]
     kept = [labels if on else None for labels, on in zip(outs, call.arg("output_mask"), strict=True)]
-    return labelled([["n", *rest], ["n", *rest], [None] * n], kept, reduce={"n": "sum"}, linear=((0,),), heavy=True, nonempty=True)
+    return labelled(
+        [["n", *rest], ["n", *rest], [None] * n], kept, reduce={"n": "sum"}, linear=((0,),), heavy=True, nonempty=True
+    )
 
 
 def embedding(call: Call) -> Rule:
@@ -229,7 +269,9 @@ def embedding_backward(call: Call) -> Rule | None:
     if call.arg("scale_grad_by_freq"):
         return None  # frequencies are counted over the whole batch
     k = len(call.inputs[1])
-    return labelled([[*range(k), "d"], list(range(k))], [[None, "d"]], reduce=dict.fromkeys(range(k), "sum"), linear=((0,),))
+    return labelled(
+        [[*range(k), "d"], list(range(k))], [[None, "d"]], reduce=dict.fromkeys(range(k), "sum"), linear=((0,),)
+    )
 
 
 def gather(call: Call) -> Rule:
@@ -244,7 +286,11 @@ def scatter(call: Call) -> Rule:
     n = len(call.inputs[0])
     d = call.dims(call.arg("dim"), n)
     free = [j if j not in d and all(s[j] == call.inputs[0][j] for s in call.inputs) else None for j in range(n)]
-    return labelled([free] * len(call.inputs), [free], linear=((0, 2),) if len(call.inputs) == 3 and call.name == "scatter_add" else NONE)
+    return labelled(
+        [free] * len(call.inputs),
+        [free],
+        linear=((0, 2),) if len(call.inputs) == 3 and call.name == "scatter_add" else NONE,
+    )
 
 
 def index_add(call: Call) -> Rule:
@@ -258,7 +304,9 @@ def index_add(call: Call) -> Rule:
 def index_select(call: Call) -> Rule:
     n = len(call.inputs[0])
     d = call.dims(call.arg("dim"), n)[0]
-    return labelled([[None if j == d else j for j in range(n)], ["i"]], [["i" if j == d else j for j in range(n)]], linear=((0,),))
+    return labelled(
+        [[None if j == d else j for j in range(n)], ["i"]], [["i" if j == d else j for j in range(n)]], linear=((0,),)
+    )
 
 
 def window(call: Call, linear: Linear = ((0,),)) -> Rule:
@@ -269,13 +317,19 @@ def window(call: Call, linear: Linear = ((0,),)) -> Rule:
     whole = call.name in ("slice", "slice_backward") and out[d] == call.inputs[0][d]
     labels = [None if j == d and not whole else j for j in range(n)]
     outs = [None if o is None else labels + [None] * (len(o) - n) for o in call.outputs]
-    return labelled([labels] * len(call.inputs), outs, linear=linear, sizes="input_sizes" if call.has("input_sizes") else "")
+    return labelled(
+        [labels] * len(call.inputs), outs, linear=linear, sizes="input_sizes" if call.has("input_sizes") else ""
+    )
 
 
 def select(call: Call) -> Rule:
     n = len(call.inputs[0])
     d = call.dims(call.arg("dim", 0), n)[0]
-    return labelled([[None if j == d else j for j in range(n)]], [[j for j in range(n) if j != d]] * len(call.outputs), linear=((0,),))
+    return labelled(
+        [[None if j == d else j for j in range(n)]],
+        [[j for j in range(n) if j != d]] * len(call.outputs),
+        linear=((0,),),
+    )
 
 
 def select_adjoint(call: Call) -> Rule:
@@ -302,7 +356,9 @@ def stack(call: Call) -> Rule:
     n = len(main_output(call))
     d = call.dims(call.arg("dim", 0), n)[0]
     labels = list(range(n - 1))
-    return labelled([labels] * len(call.inputs), [[*labels[:d], None, *labels[d:]]], linear=(tuple(range(len(call.inputs))),))
+    return labelled(
+        [labels] * len(call.inputs), [[*labels[:d], None, *labels[d:]]], linear=(tuple(range(len(call.inputs))),)
+    )
 
 
 def pad(call: Call) -> Rule:
@@ -323,7 +379,10 @@ def repeat(call: Call) -> Rule:
 def fused_adam(call: Call) -> Rule:
     """One parameter's update: elementwise over parameter, gradient and moments; the step counter is a scalar."""
     like = call.inputs[0]
-    return labelled([list(range(len(s))) if s == like else [None] * len(s) for s in call.inputs], [list(range(len(like))) for _ in call.outputs])
+    return labelled(
+        [list(range(len(s))) if s == like else [None] * len(s) for s in call.inputs],
+        [list(range(len(like))) for _ in call.outputs],
+    )
 
 
 def index(call: Call) -> Rule | None:
@@ -350,8 +409,13 @@ def index_put(call: Call) -> Rule | None:
     if not accumulate:
         positions = [[None] * len(p) for p in positions]
         labels = [None if isinstance(x, str) else x for x in labels]
-    return labelled([base, *positions, labels], [base], reduce=dict.fromkeys(broadcast, "sum") if accumulate else {},
-                    linear=((0, len(call.inputs) - 1),) if accumulate else NONE, base=0 if accumulate else None)
+    return labelled(
+        [base, *positions, labels],
+        [base],
+        reduce=dict.fromkeys(broadcast, "sum") if accumulate else {},
+        linear=((0, len(call.inputs) - 1),) if accumulate else NONE,
+        base=0 if accumulate else None,
+    )
 
 
 def index_plan(call: Call) -> tuple[list[Hashable], list[list[Hashable]], list[Hashable]] | None:

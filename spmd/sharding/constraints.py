@@ -27,9 +27,14 @@ class Constraints:
 def pin(constraints: Constraints, step: StepGraph, placed: Mapping[str, Layout]) -> Constraints:
     """`constraints` with the layouts that tensors have already, by input name: what another compiled function has placed stays where it is."""
     inputs = tuple(placed.get(spec.name, layout) for spec, layout in zip(step.inputs, constraints.inputs, strict=True))
-    gradients = {**constraints.gradients, **{x.name: placed[x.name] for x in step.inputs if x.role is Role.PARAMETER and x.name in placed}}
+    gradients = {
+        **constraints.gradients,
+        **{x.name: placed[x.name] for x in step.inputs if x.role is Role.PARAMETER and x.name in placed},
+    }
     outputs = []
     for out, layout in zip(step.outputs, constraints.outputs, strict=True):
         owner = out.grad_of or (out.name.removesuffix(".grad") if out.role is Role.GRADIENT else "")
-        outputs.append(inputs[out.updates] if out.updates is not None else gradients.get(owner, layout) if owner else layout)
+        outputs.append(
+            inputs[out.updates] if out.updates is not None else gradients.get(owner, layout) if owner else layout
+        )
     return Constraints(inputs, tuple(outputs), gradients, constraints.axis)

@@ -18,14 +18,28 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def reshape(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+def reshape(
+    build: Build,
+    call: Call,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    wants: Sequence[Layout | None],
+    outs: Sequence[Layout],
+) -> fx.Node:
     """A view of the local part: by the local output shape, since a dim of the batch may be 1 here and not there."""
     if call.name == "unsqueeze":
         return build.op(call.target, *args, **kwargs)
     return build.view(args[0], build.local(call.outputs[0] or (), outs[0]))
 
 
-def mean(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+def mean(
+    build: Build,
+    call: Call,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    wants: Sequence[Layout | None],
+    outs: Sequence[Layout],
+) -> fx.Node:
     """A sum over the global count where a reduced dim is split."""
     if not (isinstance(outs[0], Partial) and isinstance(wants[0], Sharded)):
         return build.op(call.target, *args, **kwargs)
@@ -34,14 +48,23 @@ def mean(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], want
     return build.op(aten.div.Scalar, total, math.prod(call.inputs[0][d] for d in dims))
 
 
-def extremum(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+def extremum(
+    build: Build,
+    call: Call,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    wants: Sequence[Layout | None],
+    outs: Sequence[Layout],
+) -> fx.Node:
     """max, min, any, all: a rank with an empty shard contributes the identity, appended on every rank alike."""
     s = wants[0]
     if isinstance(outs[0], Partial) and isinstance(s, Sharded) and has_empty(s, build.world):
         dtype = call.tensors[0].meta["val"].dtype
         shape = list(build.val(args[0]).shape)
         shape[s.dim] = 1
-        row = build.op(aten.full.default, shape, identity(outs[0].op, dtype), dtype=dtype, device=build.val(args[0]).device)
+        row = build.op(
+            aten.full.default, shape, identity(outs[0].op, dtype), dtype=dtype, device=build.val(args[0]).device
+        )
         args = [build.op(aten.cat.default, [args[0], row], s.dim), *args[1:]]
     return build.op(call.target, *args, **kwargs)
 
@@ -55,19 +78,40 @@ def identity(op: str, dtype: torch.dtype) -> float | int | bool:
     return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
 
 
-def group_norm(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+def group_norm(
+    build: Build,
+    call: Call,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    wants: Sequence[Layout | None],
+    outs: Sequence[Layout],
+) -> fx.Node:
     """The batch size is an argument of its own."""
     args[call.position("N")] = build.local(call.inputs[0], wants[0])[0]
     return build.op(call.target, *args, **kwargs)
 
 
-def input_size(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+def input_size(
+    build: Build,
+    call: Call,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    wants: Sequence[Layout | None],
+    outs: Sequence[Layout],
+) -> fx.Node:
     """Adjoints of resizing repeat the shape of what they yield."""
     args[call.position("input_size")] = list(build.local(call.outputs[0] or (), outs[0]))
     return build.op(call.target, *args, **kwargs)
 
 
-def restrided(build: Build, call: Call, args: list[Any], kwargs: dict[str, Any], wants: Sequence[Layout | None], outs: Sequence[Layout]) -> fx.Node:
+def restrided(
+    build: Build,
+    call: Call,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    wants: Sequence[Layout | None],
+    outs: Sequence[Layout],
+) -> fx.Node:
     """as_strided addresses memory: its input must lie as it did when the step was traced."""
     traced = call.tensors[0].meta["val"]
     if build.val(args[0]).stride() != traced.stride():

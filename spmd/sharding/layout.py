@@ -10,7 +10,6 @@ Layouts have one canonical name each: `Sharded.canonical` gives the finest facto
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,7 +38,9 @@ class Sharded:
     inner: int
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.outer == self.inner == 1 else f"S({self.dim}|{self.outer},{self.n},{self.inner})"
+        return (
+            f"S({self.dim})" if self.outer == self.inner == 1 else f"S({self.dim}|{self.outer},{self.n},{self.inner})"
+        )
 
     def canonical(self, world: int) -> Sharded:
         """The one name of this layout on `world` ranks."""
@@ -138,7 +139,11 @@ def join(parts: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
         stack = torch.stack(list(parts))
         if stack.dtype == torch.bool:
             return stack.all(0) if layout.op == "min" else stack.any(0)
-        return {"sum": lambda: stack.sum(0, dtype=stack.dtype), "max": lambda: stack.amax(0), "min": lambda: stack.amin(0)}[layout.op]()
+        return {
+            "sum": lambda: stack.sum(0, dtype=stack.dtype),
+            "max": lambda: stack.amax(0),
+            "min": lambda: stack.amin(0),
+        }[layout.op]()
     d, world = layout.dim, len(parts)
     if layout.outer == 1:
         return torch.cat(list(parts), d)

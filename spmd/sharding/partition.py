@@ -45,9 +45,11 @@ class Partition:
         self.step, self.plan, self.axis = step, plan, axis
         self.build = Build(FakeTensorMode(), axis.world, axis.rank)
         self.env: dict[tuple[fx.Node, Layout | None], fx.Node] = {}  # local nodes by step node and layout
-        self.stored: list[fx.Node] = []  # the real part of each stored input, in the order of the inputs that are stored
+        self.stored: list[
+            fx.Node
+        ] = []  # the real part of each stored input, in the order of the inputs that are stored
         self.padded: dict[fx.Node, fx.Node] = {}  # step placeholder -> its padded buffer
-        self.owner = {ph: spec for ph, spec in zip(step.placeholders, step.inputs, strict=True)}
+        self.owner = dict(zip(step.placeholders, step.inputs, strict=True))
         self.reader: fx.Node | None = None
 
     def run(self) -> LocalGraph:
@@ -65,7 +67,15 @@ class Partition:
                 self.env[node, self.layout(node)] = self.constant(node)
         outputs = self.finish()
         module = fx.GraphModule(self.constants(), self.build.graph)
-        graph = LocalGraph(module, self.step, tuple(self.layers(ph) for ph in self.owner), outputs, (self.axis.world,), (self.axis.rank,), list(self.plan.fallbacks))
+        graph = LocalGraph(
+            module,
+            self.step,
+            tuple(self.layers(ph) for ph in self.owner),
+            outputs,
+            (self.axis.world,),
+            (self.axis.rank,),
+            list(self.plan.fallbacks),
+        )
         place_settle(graph)
         module.graph.eliminate_dead_code()
         module.recompile()
@@ -122,7 +132,10 @@ class Partition:
             self.env[node, self.layout(node)] = build.op(node.target, self.env[source, None], node.args[1])
             return
         wants = iter(choice.wants)
-        take = lambda x: self.fetch(x, next(wants)) if isinstance(x.meta.get("val"), torch.Tensor) else self.env[x, None]  # noqa: E731
+
+        def take(x: fx.Node) -> fx.Node:
+            return self.fetch(x, next(wants)) if isinstance(x.meta.get("val"), torch.Tensor) else self.env[x, None]
+
         args, kwargs = map_arg((node.args, node.kwargs), take)
         single = isinstance(node.meta.get("val"), torch.Tensor)
         local = self.call(choice, list(args), dict(kwargs))
@@ -165,7 +178,9 @@ class Partition:
         whole = self.fetch(source, Replicated())
         saved, self.build.origin = self.build.origin, x
         args, kwargs = map_arg((x.args, x.kwargs), lambda a: whole if a is source else self.env[a, None])
-        node = self.build.view(whole, x.meta["val"].shape) if self.plan.choices[x].rule.emit else self.build.op(x.target, *args, **kwargs)  # type: ignore[union-attr]
+        rule = self.plan.choices[x].rule
+        reshapes = rule is not None and rule.emit is not None
+        node = self.build.view(whole, x.meta["val"].shape) if reshapes else self.build.op(x.target, *args, **kwargs)
         self.build.origin = saved
         self.env[x, Replicated()] = node
         return node
@@ -176,7 +191,9 @@ class Partition:
             self.env[x, b] = local
             return local
         shape = tuple(x.meta["val"].shape)
-        moved = redistribute(self.build, local, shape, a, b, Wire(self.axis.group, self.note(x, a, b)), self.padded.get(x))
+        moved = redistribute(
+            self.build, local, shape, a, b, Wire(self.axis.group, self.note(x, a, b)), self.padded.get(x)
+        )
         moved.meta["layouts"] = (b,)
         self.env[x, b] = moved
         return moved
@@ -189,8 +206,23 @@ class Partition:
         if root is not None and isinstance(a, Sharded):
             spec = self.owner[root]
             role, fqn = ("param_gather", spec.name) if spec.role is Role.PARAMETER else ("state_gather", spec.name)
-        reason = f"{getattr(reader.target, '__name__', reader.target)} reads it as {b}" if reader is not None and reader.op == "call_function" else f"returned as {b}"
-        return Collective(role, "", self.plan.axis, x.name, fqn, val.numel() * val.element_size(), str(a), str(b), reason, source_of(reader) if reader is not None else None)
+        reason = (
+            f"{getattr(reader.target, '__name__', reader.target)} reads it as {b}"
+            if reader is not None and reader.op == "call_function"
+            else f"returned as {b}"
+        )
+        return Collective(
+            role,
+            "",
+            self.plan.axis,
+            x.name,
+            fqn,
+            val.numel() * val.element_size(),
+            str(a),
+            str(b),
+            reason,
+            source_of(reader) if reader is not None else None,
+        )
 
     def layout(self, x: fx.Node) -> Layout | None:
         found = self.plan.layouts.get(x)
@@ -224,7 +256,6 @@ class Partition:
         self.build.graph.output(tuple(results))
         return tuple(layouts)
 
-
     def result(self, spec: Output, x: Any, want: Layout | None) -> Any:
         if spec.alias_of:  # the user's own object: the runtime returns it
             return None
@@ -251,7 +282,9 @@ def shares_memory(node: fx.Node) -> bool:
     return any(r.alias_info is not None for r in schema.returns)
 
 
-def write_back(build: Build, updates: list[tuple[fx.Node, fx.Node]], results: list[Any], buffers: set[fx.Node]) -> list[Any]:
+def write_back(
+    build: Build, updates: list[tuple[fx.Node, fx.Node]], results: list[Any], buffers: set[fx.Node]
+) -> list[Any]:
     """Store new values in place, each as soon as the last reader of the old one is done. What would change under its reader is copied first."""
     graph = build.graph
     root = aliases(graph, buffers)
@@ -262,7 +295,9 @@ def write_back(build: Build, updates: list[tuple[fx.Node, fx.Node]], results: li
         if not isinstance(x, fx.Node) or root.get(x) not in written:
             return x
         if x not in copies:
-            with graph.inserting_after(x if x.op != "placeholder" else graph.find_nodes(op="placeholder", sort=True)[-1]):
+            with graph.inserting_after(
+                x if x.op != "placeholder" else graph.find_nodes(op="placeholder", sort=True)[-1]
+            ):
                 copies[x] = build.op(aten.clone.default, x)
         return copies[x]
 

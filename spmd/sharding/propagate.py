@@ -22,7 +22,10 @@ from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded
 from spmd.sharding.rule import Call, Rule, Transfer
 from spmd.sharding.table import rule_for
 
-BATCH, STATE = "batch", "state"  # what a shard is a part of: the policy never gathers a batch shard where a state shard will do
+BATCH, STATE = (
+    "batch",
+    "state",
+)  # what a shard is a part of: the policy never gathers a batch shard where a state shard will do
 
 # Costs are bytes moved, weighted; only their order matters. Measured to give minimal collective counts on the models of the suite.
 GATHER_BATCH = 1000.0
@@ -47,10 +50,16 @@ class Plan:
 
     axis: int
     world: int
-    layouts: dict[fx.Node, Any] = field(default_factory=dict)  # Layout, or a nest of them for a node that yields several tensors
+    layouts: dict[fx.Node, Any] = field(
+        default_factory=dict
+    )  # Layout, or a nest of them for a node that yields several tensors
     choices: dict[fx.Node, Choice] = field(default_factory=dict)
-    settled: dict[fx.Node, Layout] = field(default_factory=dict)  # partial gradients that are reduced once, where they appear, and read so
-    views: dict[fx.Node, fx.Node] = field(default_factory=dict)  # views of stored tensors: they share their root's gather
+    settled: dict[fx.Node, Layout] = field(
+        default_factory=dict
+    )  # partial gradients that are reduced once, where they appear, and read so
+    views: dict[fx.Node, fx.Node] = field(
+        default_factory=dict
+    )  # views of stored tensors: they share their root's gather
     outputs: list[Layout | None] = field(default_factory=list)
     fallbacks: list[fx.Node] = field(default_factory=list)  # ops without a rule that gathered something
 
@@ -93,7 +102,9 @@ class Propagation:
             elif node.op == "output":
                 wanted = zip(self.step.outputs, node.args[0], self.constraints.outputs, strict=True)
                 self.plan.outputs = [None if spec.alias_of else self.output(x, want) for spec, x, want in wanted]
-            elif node.target is operator.getitem and not isinstance(self.plan.layouts[node.args[0]], (Replicated, Partial, Sharded, type(None))):
+            elif node.target is operator.getitem and not isinstance(
+                self.plan.layouts[node.args[0]], (Replicated, Partial, Sharded, type(None))
+            ):
                 self.plan.layouts[node] = self.plan.layouts[node.args[0]][node.args[1]]
                 self.kind[node] = self.kind.get(node.args[0], "")
             elif node.op == "get_attr":
@@ -130,7 +141,9 @@ class Propagation:
             return self.plan.settled[x]
         return self.plan.layouts[x]
 
-    def candidates(self, call: Call, rule: Rule | None, current: list[Layout]) -> Iterable[tuple[list[Layout | None], list[Layout], str, bool]]:
+    def candidates(
+        self, call: Call, rule: Rule | None, current: list[Layout]
+    ) -> Iterable[tuple[list[Layout | None], list[Layout], str, bool]]:
         replicated: list[Layout] = [R] * len(call.values)
         yield [None if self.ignored(rule, j, p) else R for j, p in enumerate(current)], replicated, "", False
         if rule is None or rule.whole or self.world == 1:
@@ -146,7 +159,12 @@ class Propagation:
                     yield *found, kind, False
         for group in rule.linear:
             if all(current[i] == Partial() and self.keeps_partial(call.tensors[i]) for i in group):
-                yield [Partial() if i in group else R for i in range(len(current))], [Partial()] * len(call.values), "", True
+                yield (
+                    [Partial() if i in group else R for i in range(len(current))],
+                    [Partial()] * len(call.values),
+                    "",
+                    True,
+                )
 
     def ignored(self, rule: Rule | None, j: int, p: Layout) -> bool:
         """Only the shape of input `j` matters, and its local shape is the global one."""
@@ -156,7 +174,9 @@ class Propagation:
         """A replicated value that carries the batch is cut where work is heavy or a weight's shard would decide otherwise."""
         if current[i] != R:
             return None
-        beside_state = any(isinstance(p, Sharded) and self.kind.get(x) == STATE for x, p in zip(call.tensors, current, strict=True))
+        beside_state = any(
+            isinstance(p, Sharded) and self.kind.get(x) == STATE for x, p in zip(call.tensors, current, strict=True)
+        )
         return batch_shard(call.tensors[i]) if rule.heavy or beside_state else None
 
     def keeps_partial(self, x: fx.Node) -> bool:
@@ -174,14 +194,25 @@ class Propagation:
 
     # ---------------------------------------------------------------------------------------------- cost
 
-    def cost(self, call: Call, rule: Rule | None, current: list[Layout], wants: list[Layout | None], outs: list[Layout], kind: str, linear: bool) -> float:
+    def cost(
+        self,
+        call: Call,
+        rule: Rule | None,
+        current: list[Layout],
+        wants: list[Layout | None],
+        outs: list[Layout],
+        kind: str,
+        linear: bool,
+    ) -> float:
         moves = dict.fromkeys((x, p, w) for x, p, w in zip(call.tensors, current, wants, strict=True) if w is not None)
         cost = sum(self.move_cost(x, p, w) for x, p, w in moves)
         sharded = any(isinstance(p, Sharded) for p in [*wants, *outs]) and not linear
         cost += 0.0 if sharded else 0.002 if linear else 0.001
         if rule is None:
             return cost
-        carries = any(self.kind.get(x) == BATCH and isinstance(p, Sharded) for x, p in zip(call.tensors, current, strict=True))
+        carries = any(
+            self.kind.get(x) == BATCH and isinstance(p, Sharded) for x, p in zip(call.tensors, current, strict=True)
+        )
         carries = carries or any(self.late(call, rule, current, i) is not None for i in range(len(current)))
         if carries and not (sharded and kind == BATCH):
             cost += REPLICATED_WORK if rule.heavy else 0.0
@@ -212,7 +243,15 @@ class Propagation:
 
     # ---------------------------------------------------------------------------------------------- commit
 
-    def commit(self, call: Call, rule: Rule | None, current: list[Layout], wants: list[Layout | None], outs: list[Layout], kind: str) -> None:
+    def commit(
+        self,
+        call: Call,
+        rule: Rule | None,
+        current: list[Layout],
+        wants: list[Layout | None],
+        outs: list[Layout],
+        kind: str,
+    ) -> None:
         node, plan = call.node, self.plan
         for x, p, w in zip(call.tensors, current, wants, strict=True):
             if w is not None and w != p:
@@ -228,7 +267,9 @@ class Propagation:
         if rule is not None and rule.view and call.tensors[0] in plan.views:
             plan.views[node] = plan.views[call.tensors[0]]
         if rule is not None and rule.heavy and kind != BATCH and all(w == R for w in wants):
-            self.whole.update(x for x, p in zip(call.tensors, current, strict=True) if isinstance(p, Sharded) or x in self.whole)
+            self.whole.update(
+                x for x, p in zip(call.tensors, current, strict=True) if isinstance(p, Sharded) or x in self.whole
+            )
             self.whole.add(node)
         elif all(w == R for w in wants) and any(x in self.whole for x in call.tensors):
             self.whole.add(node)

@@ -32,12 +32,16 @@ class Wire:
         return build.op(c10d.wait_tensor.default, node)
 
 
-def redistribute(build: Build, x: fx.Node, shape: Shape, a: Layout, b: Layout, wire: Wire, padded: fx.Node | None = None) -> fx.Node:
+def redistribute(
+    build: Build, x: fx.Node, shape: Shape, a: Layout, b: Layout, wire: Wire, padded: fx.Node | None = None
+) -> fx.Node:
     """Bring this rank's part of a tensor of global `shape` from layout `a` to `b`. `padded`: `x` already padded to the common chunk, if it lies so."""
     if isinstance(a, Replicated):
         return part_of(build, x, shape, b)
     if isinstance(a, Partial):
-        return reduce_all(build, x, a, wire) if isinstance(b, Replicated) else reduce_scatter(build, x, shape, a, b, wire)
+        return (
+            reduce_all(build, x, a, wire) if isinstance(b, Replicated) else reduce_scatter(build, x, shape, a, b, wire)
+        )
     whole = gather(build, padded if padded is not None else pad(build, x, a), shape, a, wire)
     return whole if isinstance(b, Replicated) else part_of(build, whole, shape, b)
 
@@ -69,9 +73,15 @@ def pad(build: Build, x: fx.Node, s: Sharded) -> fx.Node:
     start, end = bounds(s.n, build.world, build.rank)
     missing = RankInt(ceil_div(s.n, build.world) - (end - start), f"missing({s.n})")
     if s.outer > 1:
-        x = build.op(aten.reshape.default, x, [*val.shape[: s.dim], s.outer, RankInt(end - start, f"chunk({s.n})"), s.inner, *val.shape[s.dim + 1 :]])
+        x = build.op(
+            aten.reshape.default,
+            x,
+            [*val.shape[: s.dim], s.outer, RankInt(end - start, f"chunk({s.n})"), s.inner, *val.shape[s.dim + 1 :]],
+        )
         x = pad_end(build, x, s.dim + 1, missing)
-        return build.view(x, [*val.shape[: s.dim], s.outer * ceil_div(s.n, build.world) * s.inner, *val.shape[s.dim + 1 :]])
+        return build.view(
+            x, [*val.shape[: s.dim], s.outer * ceil_div(s.n, build.world) * s.inner, *val.shape[s.dim + 1 :]]
+        )
     return pad_end(build, x, s.dim, RankInt(missing * s.inner, f"{missing.formula}*{s.inner}"))
 
 
@@ -83,7 +93,11 @@ def pad_end(build: Build, x: fx.Node, dim: int, amount: int) -> fx.Node:
 def gather(build: Build, x: fx.Node, shape: Shape, s: Sharded, wire: Wire) -> fx.Node:
     """The whole tensor from padded shards."""
     val, world = build.val(x), build.world
-    stacked = transport(build, contiguous(build, x), lambda y: wire.start(build, "all_gather", c10d.all_gather_into_tensor.default, y, world, wire.group))
+    stacked = transport(
+        build,
+        contiguous(build, x),
+        lambda y: wire.start(build, "all_gather", c10d.all_gather_into_tensor.default, y, world, wire.group),
+    )
     chunk = ceil_div(s.n, world)
     if s.dim == 0 and s.outer == 1:
         return build.narrow(stacked, 0, 0, s.n * s.inner) if val.dim() else stacked
@@ -91,7 +105,9 @@ def gather(build: Build, x: fx.Node, shape: Shape, s: Sharded, wire: Wire) -> fx
     apart = build.view(stacked, (world, *before, s.outer, chunk, s.inner, *after))
     k = len(before)
     order = [*range(1, k + 2), 0, *range(k + 2, apart.meta["val"].dim())]  # the ranks' dim goes before the chunk's
-    joined = build.view(build.op(aten.permute.default, apart, order), (*before, s.outer, world * chunk, s.inner, *after))
+    joined = build.view(
+        build.op(aten.permute.default, apart, order), (*before, s.outer, world * chunk, s.inner, *after)
+    )
     return build.view(build.narrow(joined, k + 1, 0, s.n), shape)
 
 
@@ -110,14 +126,28 @@ def reduce_scatter(build: Build, x: fx.Node, shape: Shape, p: Partial, b: Layout
         split = pad_end(build, split, k + 1, world * chunk - b.n) if b.n % world else split
         apart = build.view(split, (*before, b.outer, world, chunk, b.inner, *after))
         rows = build.op(aten.permute.default, apart, [k + 1, *range(k + 1), *range(k + 2, apart.meta["val"].dim())])
-        rows = build.view(rows, (world * padded_shape(shape, b, world)[0], *padded_shape(shape, b, world)[1:])) if k else build.view(rows, (world * b.outer * chunk * b.inner, *after))
-    mine = transport(build, contiguous(build, rows), lambda y: wire.start(build, "reduce_scatter", c10d.reduce_scatter_tensor.default, y, "sum", world, wire.group))
+        rows = (
+            build.view(rows, (world * padded_shape(shape, b, world)[0], *padded_shape(shape, b, world)[1:]))
+            if k
+            else build.view(rows, (world * b.outer * chunk * b.inner, *after))
+        )
+    mine = transport(
+        build,
+        contiguous(build, rows),
+        lambda y: wire.start(build, "reduce_scatter", c10d.reduce_scatter_tensor.default, y, "sum", world, wire.group),
+    )
     if b.n % world == 0:
         return build.view(mine, build.local(shape, b))
     start, end = bounds(b.n, world, build.rank)
     length = RankInt(end - start, f"chunk({b.n})")
     if b.outer == 1:
-        return build.op(aten.slice.Tensor, build.view(mine, padded_shape(shape, b, world)), b.dim, 0, RankInt(length * b.inner, f"{length.formula}*{b.inner}"))
+        return build.op(
+            aten.slice.Tensor,
+            build.view(mine, padded_shape(shape, b, world)),
+            b.dim,
+            0,
+            RankInt(length * b.inner, f"{length.formula}*{b.inner}"),
+        )
     split = build.view(mine, (*before, b.outer, chunk, b.inner, *after))
     return build.view(build.op(aten.slice.Tensor, split, b.dim + 1, 0, length), build.local(shape, b))
 
@@ -127,9 +157,15 @@ def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
     val = build.val(x)
     if val.dtype == torch.bool:  # not a type that backends reduce; or is max, and is min
         wide = build.op(aten._to_copy.default, x, dtype=torch.uint8)
-        moved = wire.start(build, "all_reduce", c10d.all_reduce.default, wide, "min" if p.op == "min" else "max", wire.group)
+        moved = wire.start(
+            build, "all_reduce", c10d.all_reduce.default, wide, "min" if p.op == "min" else "max", wire.group
+        )
         return build.op(aten._to_copy.default, moved, dtype=torch.bool)
-    return transport(build, contiguous(build, x), lambda y: wire.start(build, "all_reduce", c10d.all_reduce.default, y, p.op, wire.group))
+    return transport(
+        build,
+        contiguous(build, x),
+        lambda y: wire.start(build, "all_reduce", c10d.all_reduce.default, y, p.op, wire.group),
+    )
 
 
 def contiguous(build: Build, x: fx.Node) -> fx.Node:

@@ -29,12 +29,16 @@ class Call:
         self.node = node
         self.target = node.target
         self.schema = getattr(node.target, "_schema", None)
-        self.name: str = self.schema.name.split("::")[1] if self.schema else getattr(node.target, "__name__", str(node.target))
+        self.name: str = (
+            self.schema.name.split("::")[1] if self.schema else getattr(node.target, "__name__", str(node.target))
+        )
         self.tensors = tensor_inputs(node)
         self.inputs: list[Shape] = [tuple(x.meta["val"].shape) for x in self.tensors]
         val = node.meta.get("val")
         self.values: list[Any] = tree_leaves(val, is_leaf=lambda x: x is None)
-        self.outputs: list[Shape | None] = [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in self.values]
+        self.outputs: list[Shape | None] = [
+            tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in self.values
+        ]
 
     def position(self, name: str) -> int:
         assert self.schema is not None
@@ -78,7 +82,9 @@ class Rule:
     linear: tuple[tuple[int, ...], ...] = ()  # sets of inputs in which the op is jointly linear: P in, P out
     base: int | None = None  # input that is added once: where the contribution is split, rank 0 alone holds it
     sizes: str = ""  # argument that repeats the output's shape
-    emit: Callable[..., fx.Node] | None = None  # local program where it isn't the op itself: emit(build, call, args, kwargs, wants, outs)
+    emit: Callable[..., fx.Node] | None = (
+        None  # local program where it isn't the op itself: emit(build, call, args, kwargs, wants, outs)
+    )
     nonempty: bool = False  # the kernel can't take an empty shard
     heavy: bool = False  # worth splitting over ranks: contractions, convolutions, attention
     view: bool = False  # yields another view of its first input
@@ -136,7 +142,9 @@ class ViewRule(Rule):
         return None
 
 
-def labelled(inputs: Sequence[Sequence[Hashable] | None], outputs: Sequence[Sequence[Hashable] | None], **options: Any) -> Rule:
+def labelled(
+    inputs: Sequence[Sequence[Hashable] | None], outputs: Sequence[Sequence[Hashable] | None], **options: Any
+) -> Rule:
     """A Rule from lists of labels."""
     freeze = lambda labels: None if labels is None else tuple(labels)  # noqa: E731
     return Rule(tuple(map(freeze, inputs)), tuple(map(freeze, outputs)), **options)

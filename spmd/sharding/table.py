@@ -23,7 +23,9 @@ def row(entry: Entry, names: str) -> None:
 
 
 # elementwise, not linear in any operand
-row(c.pointwise, """
+row(
+    c.pointwise,
+    """
     abs acos acosh angle asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
     ceil clamp clamp_max clamp_min copysign cos cosh digamma elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge gelu
     gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 isfinite isinf isnan isneginf isposinf ldexp le leaky_relu lgamma log log10
@@ -31,11 +33,15 @@ row(c.pointwise, """
     mvlgamma nan_to_num ne nextafter polygamma pow reciprocal relu remainder round rsqrt sgn sigmoid sign signbit silu sin sinc sinh
     softplus softshrink special_entr sqrt square tan tanh threshold trunc xlogy relu6 celu selu true_divide
     elu_backward leaky_relu_backward hardtanh_backward hardsigmoid_backward hardswish_backward log_sigmoid_backward softplus_backward mish_backward
-    """)
+    """,
+)
 # elementwise, linear in the first operand: most adjoints
-row(partial(c.pointwise, linear=FIRST), """
+row(
+    partial(c.pointwise, linear=FIRST),
+    """
     neg clone lift_fresh_copy conj _conj _conj_physical conj_physical real imag deg2rad rad2deg positive contiguous
-    tanh_backward sigmoid_backward gelu_backward silu_backward threshold_backward logit_backward native_dropout_backward _fw_primal""")
+    tanh_backward sigmoid_backward gelu_backward silu_backward threshold_backward logit_backward native_dropout_backward _fw_primal""",
+)
 row(partial(c.pointwise, linear=FIRST, view=True), "detach alias lift_fresh view_as_real_copy")
 row(partial(c.pointwise, linear=((1,),)), "copy")
 row(partial(c.pointwise, linear=((0, 1), (0, 2))), "addcmul")
@@ -49,10 +55,16 @@ row(c.fused_adam, "_fused_adam _fused_adamw")
 
 # made from a shape or from numbers
 row(c.like, "zeros_like ones_like full_like empty_like fill")
-row(c.factory, "new_zeros new_ones new_full new_empty new_empty_strided arange full zeros ones empty empty_strided eye linspace logspace scalar_tensor tril_indices triu_indices")
-row(c.random, """
+row(
+    c.factory,
+    "new_zeros new_ones new_full new_empty new_empty_strided arange full zeros ones empty empty_strided eye linspace logspace scalar_tensor tril_indices triu_indices",
+)
+row(
+    c.random,
+    """
     bernoulli rand_like randn_like randint_like normal_functional uniform rand randn randint randperm multinomial normal exponential
-    native_dropout rrelu_with_noise_functional poisson binomial geometric cauchy log_normal""")
+    native_dropout rrelu_with_noise_functional poisson binomial geometric cauchy log_normal""",
+)
 
 # dims moved, split, merged
 row(c.view, "view _unsafe_view reshape squeeze unsqueeze _reshape_alias")
@@ -78,12 +90,18 @@ row(partial(c.addmm, equation="bmk,bkn->bmn"), "baddbmm")
 row(partial(c.addmm, equation="mk,k->m"), "addmv")
 row(c.convolution, "convolution")
 row(c.convolution_backward, "convolution_backward")
-row(c.attention, """
+row(
+    c.attention,
+    """
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention
-    _scaled_dot_product_efficient_attention_backward""")
+    _scaled_dot_product_efficient_attention_backward""",
+)
 
 # independent along all dims but one
-row(c.along, "_softmax _safe_softmax _log_softmax cumprod logcumsumexp sort topk argmax argmin argsort logsumexp prod softmax log_softmax cummax cummin median kthvalue mode nanmedian")
+row(
+    c.along,
+    "_softmax _safe_softmax _log_softmax cumprod logcumsumexp sort topk argmax argmin argsort logsumexp prod softmax log_softmax cummax cummin median kthvalue mode nanmedian",
+)
 row(partial(c.along, linear=FIRST), "_softmax_backward_data _log_softmax_backward_data cumsum flip")
 row(partial(c.along, linear=FIRST, dim="dims"), "roll")
 
@@ -104,15 +122,24 @@ row(c.index_add, "index_add")
 # independent over the leading dims
 row(c.norm, "native_layer_norm _fused_rms_norm")
 row(c.group_norm, "native_group_norm")
-row(c.image, """
+row(
+    c.image,
+    """
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices_backward
-    upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_linear1d_backward""")
-row(partial(c.image, linear=FIRST), """
+    upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_linear1d_backward""",
+)
+row(
+    partial(c.image, linear=FIRST),
+    """
     avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
     _adaptive_avg_pool3d _adaptive_avg_pool3d_backward upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest1d_backward upsample_nearest2d_backward
-    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward""")
+    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward""",
+)
 row(partial(c.matrices, linear=FIRST), "tril triu")
-row(c.matrices, "_linalg_eigh linalg_qr _linalg_svd linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_solve_ex linalg_lu_factor_ex")
+row(
+    c.matrices,
+    "_linalg_eigh linalg_qr _linalg_svd linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_solve_ex linalg_lu_factor_ex",
+)
 
 
 def rule_for(call: Call) -> Rule | None:

@@ -3,9 +3,9 @@
 import contextlib
 
 import functorch  # noqa: F401
-import torch  # noqa: F401
-import torch._dynamo  # noqa: F401
-import torch.distributed.tensor  # noqa: F401
+import torch
+import torch._dynamo
+import torch.distributed.tensor
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 with contextlib.suppress(Exception):  # a broken package fails in the tests that import it, not here
