@@ -84,3 +84,16 @@ from torch._decomp import decompositions as torch_decompositions
 
 # Capture: arithmetic on sizes becomes nodes only where a tensor op uses it (three of four nodes otherwise, dead at the end).
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as lazy_size_nodes
+
+# Guards: hooks that run for every module and every optimizer.
+import torch.nn.modules.module as _module
+import torch.optim.optimizer as _optimizer
+
+GLOBAL_HOOKS = (
+    _module._global_forward_hooks,
+    _module._global_forward_pre_hooks,
+    _module._global_backward_hooks,
+    _module._global_backward_pre_hooks,
+    _optimizer._global_optimizer_pre_hooks,
+    _optimizer._global_optimizer_post_hooks,
+)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from spmd._torch import DTensor
+from spmd._torch import GLOBAL_HOOKS, DTensor
 from spmd.capture.arguments import Arguments, flatten_leaves
+from spmd.capture.frozen import freeze, readable
 from spmd.capture.inputs import scope_name
 from spmd.capture.objects import SCALARS, Objects, successor
 
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BOOKKEEPING = {
     "_opt_called",
@@ -146,7 +148,9 @@ class Guards:
         self.optimized = _optimized(objects)
         self.hooks = [vars(m)[k] for _, m in objects.submodules() for k in _HOOKS]
         self.hook_owners = [n for n, _ in objects.submodules() for _ in _HOOKS]
-        self.hook_counts = list(map(len, self.hooks))
+        self.shared_hooks = [*GLOBAL_HOOKS, *(vars(o)[k] for o in objects.optimizers.values() for k in _STEP_HOOKS)]
+        self.hook_objects = self._hook_objects()
+        self.frozen = [(mapping, key, name, freeze(mapping[key])) for mapping, key, name in readable(objects)]
         self.parameters = [t.tensor for t in objects.tensors.values()]
         self.names = [t.name for t in objects.tensors.values()]
         self.flags = list(map(_flags, self.parameters))
@@ -194,20 +198,36 @@ class Guards:
         for guard, leaf in zip(self.leaves, leaves, strict=True):
             if guard is not None and (changed := guard.changed(leaf)):
                 return changed
-        return self.scalars.changed() or self.members.changed() or self._check_tensors() or self._check_optimizers()
+        return (
+            self.scalars.changed()
+            or self.members.changed()
+            or self._check_tensors()
+            or self._check_optimizers()
+            or self._check_frozen()
+        )
+
+    def _hook_objects(self) -> list[tuple[Any, ...]]:
+        return [tuple(d.values()) if d else () for d in (*self.hooks, *self.shared_hooks)]
+
+    def _check_frozen(self) -> Changed | None:
+        for mapping, key, name, before in self.frozen:
+            if key not in mapping or freeze(mapping[key]) != before:
+                return Changed(name, None, None, f"{name} holds something else than when it was traced")
+        return None
 
     def _check_tensors(self) -> Changed | None:
-        if (counts := list(map(len, self.hooks))) != self.hook_counts:
-            i = next(i for i, (a, b) in enumerate(zip(counts, self.hook_counts, strict=True)) if a != b)
-            return Changed(
-                f"number of hooks of {self.hook_owners[i] or 'the module'}", str(self.hook_counts[i]), str(counts[i])
+        if (hooks := self._hook_objects()) != self.hook_objects:
+            i = next(i for i, (a, b) in enumerate(zip(hooks, self.hook_objects, strict=True)) if a != b)
+            owner = (
+                self.hook_owners[i] or "the module" if i < len(self.hook_owners) else "an optimizer, or global ones,"
             )
+            return Changed("hooks", None, None, f"the hooks of {owner} changed")
         flags = list(map(_flags, self.parameters))
         if flags != self.flags:
             i = next(i for i, (a, b) in enumerate(zip(flags, self.flags, strict=True)) if a != b)
-            what = "requires_grad" if flags[i][0] != self.flags[i][0] else "number of hooks"
-            j = 0 if what == "requires_grad" else 1
-            return Changed(f"{what} of {self.names[i]}", self.flags[i][j], flags[i][j])
+            if flags[i][0] != self.flags[i][0]:
+                return Changed(f"requires_grad of {self.names[i]}", self.flags[i][0], flags[i][0])
+            return Changed("hooks", None, None, f"the hooks of {self.names[i]} changed")
         for i, absent in self.gradients:
             if (self.parameters[i].grad is None) != absent:
                 return Changed(
@@ -236,7 +256,8 @@ class Guards:
         self.optimized = [successor(mapping.get(id(p), p)) for p in self.optimized]
         self.parameters = [successor(mapping.get(id(p), p)) for p in self.parameters]
         self.flags = list(map(_flags, self.parameters))
-        self.hook_counts = list(map(len, self.hooks))  # spmd's own are in place now
+        self.hook_objects = self._hook_objects()  # spmd's own are in place now
+        self.frozen = [(m, key, name, freeze(m[key])) for m, key, name, _ in self.frozen if key in m]
         self._states()
 
 
@@ -244,9 +265,9 @@ def _state_keys(optimizer: torch.optim.Optimizer) -> list[tuple[str, ...]]:
     return list(map(tuple, filter(None, optimizer.state.values())))
 
 
-def _flags(t: torch.Tensor) -> tuple[bool, int]:
-    hooks = t._backward_hooks
-    return t.requires_grad, len(hooks) if hooks else 0
+def _flags(t: torch.Tensor) -> tuple[bool, tuple[Any, ...]]:
+    hooks, late = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
+    return t.requires_grad, (*(hooks.values() if hooks else ()), *(late.values() if late else ()))
 
 
 def _optimized(objects: Objects) -> list[Any]:

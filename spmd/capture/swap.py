@@ -17,6 +17,8 @@ from spmd.capture.objects import Objects, successor
 from spmd.capture.patches import replaced
 from spmd.errors import CaptureError, Offence
 
+_MISTRACED = ("multilabel_margin_loss",)  # its decomposition in torch 2.13 differs from the kernel
+
 
 @contextmanager
 def swapped_modules(objects: Objects, traced: dict[int, torch.Tensor]) -> Iterator[None]:
@@ -46,9 +48,9 @@ class Substitution(TorchFunctionMode):
     backward of custom functions.
     """
 
-    def __init__(self, lookup: Callable[[torch.Tensor], torch.Tensor], watch: GradientWatch, known: set[int]) -> None:
+    def __init__(self, lookup: Callable[[torch.Tensor], torch.Tensor], watch: GradientWatch) -> None:
         super().__init__()
-        self.lookup, self.watch, self.known = lookup, watch, known
+        self.lookup, self.watch = lookup, watch
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,11 +59,14 @@ class Substitution(TorchFunctionMode):
         if any(map(_has_real, args)) or any(map(_has_real, kwargs.values())):
             args = tuple(self._replace(a) for a in args)
             kwargs = {k: self._replace(v) for k, v in kwargs.items()}
+        if getattr(func, "__name__", "") in _MISTRACED:
+            remedy = "write the loss out in other ops"
+            raise CaptureError(Offence(f"torch traces {func.__name__} into ops with another result", remedy=remedy))
         owner = getattr(func, "__self__", None)
         if owner is torch.Tensor.grad:
             return self._grad(func, args)
-        if owner is torch.Tensor.data and func.__name__ == "__set__" and id(args[0]) in self.known:
-            return _assign_data(*args)
+        if owner is torch.Tensor.data:
+            return _assign_data(*args) if func.__name__ == "__set__" else args[0].detach()
         if func in (torch.as_tensor, torch.tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             return _from_number(*args, **kwargs)
         if func is torch.Tensor.register_hook:

@@ -34,7 +34,10 @@ from spmd.capture.patches import patched
 from spmd.capture.provenance import Tracker, recording
 from spmd.capture.result import Slot
 from spmd.capture.swap import Substitution, lookup_in, swapped_modules
+from spmd.errors import Offence, SideEffectError
 from spmd.graph.step import Input, Output, Role
+
+SENTINEL = 0x5EED_AB1E  # tracing draws nothing: a generator that isn't in this state afterwards was seeded by the step
 
 
 @dataclass
@@ -131,7 +134,16 @@ class Trace:
             ):
                 stack.enter_context(manager)
             try:
+                torch.manual_seed(SENTINEL)
+                before = torch.get_rng_state()
                 yield
+                if not torch.equal(torch.get_rng_state(), before):
+                    raise SideEffectError(
+                        Offence(
+                            "the step seeds or advances torch's random generator by itself",
+                            remedy="seed outside the step, or give spmd.compile a seed",
+                        )
+                    )
             finally:
                 torch.set_rng_state(rng)
 
@@ -147,7 +159,7 @@ class Trace:
         leaves = self._leaves()
         swap = lookup_in(self.by_id, self._lift)
         states = {(id(p), e.input.key): e.traced for e, p in self._states()}
-        substitution = Substitution(swap, self.watch, {id(e.traced) for e in self.entries})
+        substitution = Substitution(swap, self.watch)
         hypers = [e for e in self.entries if e.slot.container is not None]
         with ExitStack() as stack:
             stack.enter_context(lazy_size_nodes())

@@ -14,8 +14,9 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from spmd._torch import FakeTensorMode
+from spmd.errors import Offence, PlacementError, SpmdError
 from spmd.graph.local import Collective, LocalGraph, settle
-from spmd.graph.provenance import source_of
+from spmd.graph.provenance import source_of, where
 from spmd.graph.step import STORED, Output, Role, StepGraph
 from spmd.sharding.build import Build, is_number, sample
 from spmd.sharding.layout import Layout, Partial, Replicated, Sharded, padded_shape
@@ -62,7 +63,7 @@ class Partition:
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self.reader = node
-                self.expand(node)
+                self.write(node)
             elif node.op == "get_attr":
                 self.env[node, self.layout(node)] = self.constant(node)
         outputs = self.finish()
@@ -123,6 +124,17 @@ class Partition:
         return {n.target: getattr(self.step.module, n.target) for n in self.step.graph.find_nodes(op="get_attr")}
 
     # ---------------------------------------------------------------------------------------------- nodes
+
+    def write(self, node: fx.Node) -> None:
+        """The local nodes of one node. An op whose shapes can't be told without values has no place in a program."""
+        try:
+            self.expand(node)
+        except SpmdError:
+            raise
+        except Exception as error:
+            remedy = "keep shapes fixed: replace the op by one whose result has a shape of its own"
+            what = f"{node.target} can't be placed: {type(error).__name__}: {str(error).splitlines()[0]}"
+            raise PlacementError(Offence(what, where(node), remedy=remedy)) from error
 
     def expand(self, node: fx.Node) -> None:
         build, choice = self.build, self.plan.choices.get(node)

@@ -232,7 +232,7 @@ def _steps() -> Iterable[Case]:
     yield Case("clip_returned", mlp, steps.clip_returning_norm, regression, momentum)
     yield Case("accumulate_stacked", mlp, steps.accumulate_stacked, stacked, adamw, dim=1)
     yield Case("accumulate_chunks", mlp, steps.accumulate_chunks, regression, adamw, samples=(3,))
-    yield Case("accumulate_valid", models.GPT, steps.accumulate_valid, micro_words, momentum, dim=1)
+    yield Case("accumulate_valid", models.Tied, steps.accumulate_valid, micro_words, momentum, dim=1)
     yield Case("zero_first", mlp, steps.basic(zero="first"), regression, adamw)
     yield Case("zero_first_kept", mlp, steps.basic(zero="first", set_to_none=False), regression, adamw)
     yield Case("zero_last_kept", mlp, steps.basic(set_to_none=False), regression, adamw)
@@ -295,12 +295,12 @@ def _changes() -> Iterable[Case]:
 
 
 def _losses() -> Iterable[Case]:
-    mlp, gpt = models.mlp, models.GPT
+    mlp, tied = models.mlp, models.Tied
     ignoring = partial(words, ignored=0.3)
     yield Case("loss_sum", mlp, steps.basic(steps.sum_squares), regression, momentum)
     yield Case("loss_masked_mean", mlp, steps.basic(steps.masked_mean), regression, momentum)
-    yield Case("loss_ignore_index", gpt, steps.basic(steps.tokens), ignoring, momentum)
-    yield Case("loss_weighted", gpt, steps.basic(steps.weighted), words, momentum)
+    yield Case("loss_ignore_index", tied, steps.basic(steps.tokens), ignoring, momentum)
+    yield Case("loss_weighted", tied, steps.basic(steps.weighted), words, momentum)
     yield Case("loss_in_batch", mlp, steps.basic(steps.similarity), regression, momentum)
 
 
@@ -308,7 +308,7 @@ def _random() -> Iterable[Case]:
     gpt, tokens = partial(models.GPT, dropout=0.2), steps.basic(steps.tokens)
     yield Case("dropout_mlp", partial(models.mlp, dropout=0.5), steps.basic(), regression, adamw)
     yield Case("dropout_gpt", gpt, tokens, words, momentum)
-    yield Case("dropout_checkpoint", partial(gpt, recompute="free", blocks=2), tokens, words, momentum)
+    yield Case("dropout_checkpoint", partial(gpt, recompute="free"), tokens, words, momentum)
     yield Case("dropout_checkpoint_reentrant", partial(gpt, recompute="reentrant"), tokens, words, momentum)
     yield Case("random_kinds", models.mlp, steps.noisy, regression, momentum)
     yield Case("random_mixup", models.mlp, steps.mixup, regression, momentum)
