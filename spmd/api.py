@@ -79,7 +79,7 @@ class CompiledStep(Generic[P, T]):
         return self.programs.trace_count
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
-        """What a call with these arguments would do: placements, collectives, fallbacks. Runs nothing; other ranks needn't call."""
+        """What a call with these arguments would do: placements, collectives, fallbacks. Runs nothing. All ranks call the first time."""
         return Explanation.of(self.programs.prepare(args, kwargs).local)
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -97,7 +97,7 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
         raise PlacementError(
             f"{type(mode).__name__} works on one mesh axis, the mesh has {len(world.shape)}: pass mesh[...] with one axis"
         )
-    concrete = at(step, batch or 1)
+    concrete = at(step, batch)
     verify_step(concrete)
     known = {
         s.input.name: found[0]
@@ -149,7 +149,7 @@ def compile(
         func: the step: any function, method or partial. Use as a decorator with or without arguments.
         parallel_mode: how tensors lie on the mesh. Default: DataParallelMode("fully_shard").
         mesh: the mesh, of one axis; default: all ranks of the default process group, made from torchrun's environment if it doesn't exist.
-        passes: "default", "none", a spec string such as "a,b{n=1}", or a PassPipeline.
+        passes: "default", "none" or a PassPipeline.
         seed: random numbers come from a generator of the step's own with this seed; default: they're those of rank 0's default generator.
         sync: what to do where ranks start from different parameters: "broadcast" rank 0's and warn, or "error".
 

@@ -34,7 +34,10 @@ def _tags(name: str, style: str) -> tuple[Counter[str], Counter[str], list[str],
     used = {fqn: p for fqn, p in parts.models[0].named_parameters() if "unused" not in fqn}
     trained = [fqn for fqn, p in used.items() if p.requires_grad]
     sharded = [fqn for fqn, p in used.items() if p.dim() and max(p.shape) >= ranks.size() and p.numel()]
-    by_role = {role: Counter(c.fqn for c in explanation.collectives if c.role == role) for role in ("grad_reduce", "param_gather")}
+    by_role = {
+        role: Counter(c.fqn for c in explanation.collectives if c.role == role)
+        for role in ("grad_reduce", "param_gather")
+    }
     empty = [fqn for fqn, p in used.items() if p.numel() == 0]  # nothing to move, so either is fine
     for counter in by_role.values():
         for fqn in empty:

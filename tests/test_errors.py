@@ -130,7 +130,12 @@ def test_an_optimizer_over_other_tensors_is_refused_naming_each(world: World) ->
 def _foreign_optimizer() -> str:
     model, _ = tools.setup()
     stranger = optim.AdamW(copy.deepcopy(model).parameters())
-    return tools.refusal(tools.train, model, stranger, *tools.batch()).replace("(", "[").replace(")", "]").replace(",]", "]")
+    return (
+        tools.refusal(tools.train, model, stranger, *tools.batch())
+        .replace("(", "[")
+        .replace(")", "]")
+        .replace(",]", "]")
+    )
 
 
 def test_an_optimizer_partly_over_other_tensors_is_refused(world: World) -> None:

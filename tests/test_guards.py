@@ -47,7 +47,15 @@ def tensor_hook(model: nn.Module, optimizer: Optimizer, index: int) -> None:
 
 @pytest.mark.parametrize(
     ("change", "least", "most"),
-    [(nothing, 1, 1), (rate, 1, 1), (weight_decay, 1, 3), (mode, 2, 2), (frozen, 2, 2), (module_hook, 2, 2), (tensor_hook, 2, 2)],
+    [
+        (nothing, 1, 1),
+        (rate, 1, 1),
+        (weight_decay, 1, 3),
+        (mode, 2, 2),
+        (frozen, 2, 2),
+        (module_hook, 2, 2),
+        (tensor_hook, 2, 2),
+    ],
 )
 def test_traces_after_six_steps(world: World, change: Change, least: int, most: int) -> None:
     for traces in world.run(_six_steps, 2, change):

@@ -24,7 +24,12 @@ def _usual(case: Case, style: str, W: int, single: bool) -> bool:
     if case.needs:
         return (style, W, single) == ("fully_shard", 2, False)
     if case.name in REPRESENTATIVE:
-        return (style, W, single) in {("fully_shard", 1, False), ("replicate", 2, False), ("fully_shard", 3, False), ("fully_shard", 4, True)}
+        return (style, W, single) in {
+            ("fully_shard", 1, False),
+            ("replicate", 2, False),
+            ("fully_shard", 3, False),
+            ("fully_shard", 4, True),
+        }
     if style == "replicate":
         return (W, single) == (2, False) and not case.name.startswith("optim_")
     return (W, single) == (3, False)
@@ -37,7 +42,9 @@ def _matrix() -> Iterator[Any]:
                 for style in oracle.STYLES:
                     if not single or case.samples == (2,):  # other numbers of samples are the point of their case
                         marks = () if _usual(case, style, W, single) else pytest.mark.slow
-                        yield pytest.param(name, style, W, single, id=f"{name}-{style}-{W}{'-single' * single}", marks=marks)
+                        yield pytest.param(
+                            name, style, W, single, id=f"{name}-{style}-{W}{'-single' * single}", marks=marks
+                        )
 
 
 @pytest.mark.parametrize(("name", "style", "W", "single"), list(_matrix()))

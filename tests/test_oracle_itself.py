@@ -11,7 +11,16 @@ from tests.oracle.cases import CASES, REPRESENTATIVE
 from tests.oracle.world import RanksFailed, World
 
 # Means over the batch without accumulation, so that averages of gradients are exact.
-MEAN = ("optim_adamw_fused", "params_odd", "params_partly", "params_tied", "clip_inf", "zero_first_odd", "lr_step", "lstm")
+MEAN = (
+    "optim_adamw_fused",
+    "params_odd",
+    "params_partly",
+    "params_tied",
+    "clip_inf",
+    "zero_first_odd",
+    "lr_step",
+    "lstm",
+)
 
 
 def test_a_case_repeats_itself_and_rounding_stays_far_below_the_tolerance(world: World) -> None:
@@ -21,7 +30,10 @@ def test_a_case_repeats_itself_and_rounding_stays_far_below_the_tolerance(world:
 
 def _self_ratios() -> dict[str, tuple[float, float]]:
     names = [name for name, case in CASES.items() if case.needs is None]
-    return {name: tuple(oracle.check(name, "replicate", 1, None, s) for s in (standins.identity, standins.rounding)) for name in names}  # type: ignore[misc]
+    return {
+        name: tuple(oracle.check(name, "replicate", 1, None, s) for s in (standins.identity, standins.rounding))
+        for name in names
+    }  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
@@ -37,7 +49,7 @@ def test_averaged_gradients_are_right_for_means(world: World, name: str) -> None
 
 @pytest.mark.parametrize("name", ["loss_sum", "loss_ignore_index", "loss_masked_mean", "dropout_mlp", "cnn_batch_norm"])
 def test_averages_of_averages_are_caught(world: World, name: str) -> None:
-    with pytest.raises(RanksFailed, match="parameter .* times the tolerance"):
+    with pytest.raises(RanksFailed, match=r"parameter .* times the tolerance"):
         world.run(oracle.check, 2, name, "replicate", 2, None, standins.ddp)
 
 
@@ -126,8 +138,12 @@ def _still() -> list[str]:
         if case.needs is None:
             before = oracle.snapshot(case.build(oracle.SEED))
             after = oracle.run(case, 1, None)
-            assert all(torch.isfinite(value).all() for value in after.state.values() if isinstance(value, torch.Tensor)), name
-            moved = [oracle.distance(before[key], after.state[key], 1.0) for key in before if key.startswith("parameter")]
+            assert all(
+                torch.isfinite(value).all() for value in after.state.values() if isinstance(value, torch.Tensor)
+            ), name
+            moved = [
+                oracle.distance(before[key], after.state[key], 1.0) for key in before if key.startswith("parameter")
+            ]
             if max(moved) < 1e-6:
                 still.append(name)
     return still

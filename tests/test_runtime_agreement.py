@@ -30,7 +30,16 @@ def test_a_digest_sees_every_bit_shape_and_type() -> None:
     base = torch.arange(11, dtype=torch.float32).reshape(1, 11)
     same = [base.clone(), torch.stack([base, base], -1)[..., 0], torch.cat([base, base])[1:]]
     assert {tensor_digest(x) for x in same} == {tensor_digest(base)}
-    other = [base.T, base.to(torch.int32), base.flip(1), torch.zeros(1, 11), torch.full((1, 11), -0.0), base[:, :10], torch.empty(0), torch.tensor(0.0)]
+    other = [
+        base.T,
+        base.to(torch.int32),
+        base.flip(1),
+        torch.zeros(1, 11),
+        torch.full((1, 11), -0.0),
+        base[:, :10],
+        torch.empty(0),
+        torch.tensor(0.0),
+    ]
     for place in range(11):
         changed = base.clone()
         changed.view(torch.int32)[0, place] ^= 1 << (3 * place % 31)
@@ -72,7 +81,12 @@ def _programs(case: str) -> str:
     lines = [f"node_{i} = op({i})" for i in range(40)]
     agreement.same_program(lines)
     if agreement.world.rank == 1:
-        lines = {"first": ["other", *lines[1:]], "middle": [*lines[:23], "node_23 = other(7)", *lines[24:30]], "shorter": lines[:39], "empty": []}[case]
+        lines = {
+            "first": ["other", *lines[1:]],
+            "middle": [*lines[:23], "node_23 = other(7)", *lines[24:30]],
+            "shorter": lines[:39],
+            "empty": [],
+        }[case]
     return _error(lambda: agreement.same_program(lines))
 
 
@@ -80,7 +94,9 @@ def _programs(case: str) -> str:
 def test_the_first_differing_node_is_named_on_every_rank(world: World, case: str, node: int) -> None:
     texts = world.run(_programs, 3, case)
     assert len(set(texts)) == 1
-    assert f"node {node}:" in texts[0] and f"ranks 0, 2: node_{node} = op({node})" in texts[0] and "rank 1: " in texts[0]
+    assert (
+        f"node {node}:" in texts[0] and f"ranks 0, 2: node_{node} = op({node})" in texts[0] and "rank 1: " in texts[0]
+    )
 
 
 def _resolved() -> tuple[str, str]:
@@ -99,7 +115,9 @@ def test_one_ranks_error_stops_all_and_keys_are_listed_by_rank(world: World) -> 
     results = world.run(_resolved, 3)
     assert all("ranks 0, 1: 4 samples" in keys and "rank 2: 5 samples" in keys for keys, _ in results)
     assert results[1][1] == "ValueError no such op"
-    assert all(results[r][1].startswith("AgreementError") and "rank 1: ValueError: no such op" in results[r][1] for r in (0, 2))
+    assert all(
+        results[r][1].startswith("AgreementError") and "rank 1: ValueError: no such op" in results[r][1] for r in (0, 2)
+    )
 
 
 def _leaves() -> str:
@@ -133,7 +151,9 @@ def _state() -> list[str]:
         warnings.simplefilter("always")
         assert agreement.same_state(named) == [n for n, _ in named[1:]]
         assert agreement.same_state(named) == []
-    assert all(torch.equal(x, first.to(x.dtype).t()) for _, x in named[1:]) and addresses == [x.data_ptr() for _, x in named]
+    assert all(torch.equal(x, first.to(x.dtype).t()) for _, x in named[1:]) and addresses == [
+        x.data_ptr() for _, x in named
+    ]
     assert "mask" in _error(lambda: agreement.same_inputs([("x", torch.ones(2)), ("mask", torch.tensor(float(rank)))]))
     agreement.same_inputs([("x", torch.ones(2))])
     return [str(w.message) for w in caught]

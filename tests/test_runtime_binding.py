@@ -49,7 +49,9 @@ def bind(model: nn.Module, optimizer: Optimizer | None = None, layout: Callable[
     named = {id(p): (n, p, Role.PARAMETER) for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     named |= {id(b): (n, b, Role.BUFFER) for n, b in model.named_buffers()}
     slots = [Slot(Input(role, name, ""), tensor) for name, tensor, role in named.values()]
-    lay: list[Any] = [placed(t) or ((layout(t.shape, ranks.size) if role is Role.PARAMETER else R),) for _, t, role in named.values()]
+    lay: list[Any] = [
+        placed(t) or ((layout(t.shape, ranks.size) if role is Role.PARAMETER else R),) for _, t, role in named.values()
+    ]
     for p, values in optimizer.state.items() if optimizer else ():
         for key, value in values.items():
             owner = named[id(successor(p))][0]
@@ -62,7 +64,10 @@ def bind(model: nn.Module, optimizer: Optimizer | None = None, layout: Callable[
 def _made(seed: int = 0, steps: int = 2) -> tuple[Net, Optimizer]:
     torch.manual_seed(seed)
     model = Net()
-    optimizer = optim.AdamW([{"params": [model.scale], "lr": 0.5}, {"params": [p for p in model.parameters() if p is not model.scale]}], lr=0.1)
+    optimizer = optim.AdamW(
+        [{"params": [model.scale], "lr": 0.5}, {"params": [p for p in model.parameters() if p is not model.scale]}],
+        lr=0.1,
+    )
     for _ in range(steps):
         model(torch.arange(7)).square().sum().backward()
         optimizer.step()
@@ -99,7 +104,12 @@ def message(use: Callable[[], Any], kind: type[Exception]) -> str:
 def _replaces() -> None:
     model, optimizer = _made()
     before, states, old = values_of(model), states_of(optimizer), dict(model.named_parameters())
-    groups, lists, state, order = optimizer.param_groups, [g["params"] for g in optimizer.param_groups], optimizer.state, list(optimizer.state.values())
+    groups, lists, state, order = (
+        optimizer.param_groups,
+        [g["params"] for g in optimizer.param_groups],
+        optimizer.state,
+        list(optimizer.state.values()),
+    )
     strides = {n: p.stride() for n, p in old.items()}
     binding = bind(model, optimizer)
     assert same(before, values_of(model)) and same(states, states_of(optimizer))
@@ -108,7 +118,10 @@ def _replaces() -> None:
     for name, p in model.named_parameters():
         assert isinstance(p, nn.Parameter) and isinstance(p.data, DTensor) and p.stride() == strides[name]
         assert p.requires_grad == (name != "turned" and "rnn" not in name)
-        assert binding.storages[name].tensor is p and binding.storages[name].buffer.untyped_storage().data_ptr() == p.to_local().untyped_storage().data_ptr()
+        assert (
+            binding.storages[name].tensor is p
+            and binding.storages[name].buffer.untyped_storage().data_ptr() == p.to_local().untyped_storage().data_ptr()
+        )
     assert optimizer.param_groups is groups and [g["params"] for g in groups] == lists
     assert optimizer.state is state and [id(v) for v in state.values()] == [id(v) for v in order]
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
@@ -172,7 +185,9 @@ def _carried() -> None:
     model.first(replicated).sum().backward()
     assert sorted(calls) == ["hook", "post", "post"]
     binding.set_gradient("first.weight", torch.zeros_like(local))
-    assert not whole(model.first.weight.grad).any() and model.first.weight.grad.placements == model.first.weight.placements
+    assert (
+        not whole(model.first.weight.grad).any() and model.first.weight.grad.placements == model.first.weight.placements
+    )
     binding.set_gradient("first.weight", None)
     assert model.first.weight.grad is None and binding.gradient("first.weight") is None
 
@@ -189,7 +204,14 @@ def _old_ones() -> list[str]:
     assert old._spmd_successor is model.first.weight and isinstance(old, nn.Parameter)  # type: ignore[attr-defined]
     assert "first.weight" in repr(old) and hash(old) == id(old)
     assert memory.nbytes() == 64  # ours is the last reference
-    uses: list[Callable[[], Any]] = [lambda: old + 1, lambda: old.shape, lambda: torch.stack([old]), lambda: copy.deepcopy(old), lambda: old.grad, lambda: nn.functional.linear(torch.ones(4), old)]
+    uses: list[Callable[[], Any]] = [
+        lambda: old + 1,
+        lambda: old.shape,
+        lambda: torch.stack([old]),
+        lambda: copy.deepcopy(old),
+        lambda: old.grad,
+        lambda: nn.functional.linear(torch.ones(4), old),
+    ]
     assert "norm.running_mean" in message(lambda: statistics * 2, StaleError)
     return [message(use, StaleError) for use in uses]
 
@@ -278,7 +300,11 @@ def _loads(kind: str, assign: bool) -> None:
     assert objects == {n: id(s.tensor) for n, s in binding.storages.items()}
     for n, p in (*model.named_parameters(), *model.named_buffers()):
         assert p is binding.storages[n].tensor
-    assert all(optimizer.state[p][k] is binding.storages[f"{n}.{k}"].tensor for n, p in model.named_parameters() for k in optimizer.state.get(p, ()))
+    assert all(
+        optimizer.state[p][k] is binding.storages[f"{n}.{k}"].tensor
+        for n, p in model.named_parameters()
+        for k in optimizer.state.get(p, ())
+    )
     with torch.no_grad():
         model.scale.zero_()
     assert expected["scale"] == whole(source.scale) != 0  # nothing is shared with what was loaded
@@ -299,7 +325,9 @@ def _loads_partly() -> None:
     found = model.load_state_dict({"scale": torch.tensor([9.0]), "nothing": torch.ones(1)}, strict=False)
     assert found.unexpected_keys == ["nothing"] and "rnn.weight_ih_l0" in found.missing_keys
     assert whole(model.scale) == 9 and torch.equal(whole(model.embed.weight), before["embed.weight"])
-    assert "size mismatch for embed.weight" in message(lambda: model.load_state_dict({"embed.weight": torch.ones(3, 4)}, strict=False), RuntimeError)
+    assert "size mismatch for embed.weight" in message(
+        lambda: model.load_state_dict({"embed.weight": torch.ones(3, 4)}, strict=False), RuntimeError
+    )
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({"scale": torch.tensor(1.0)})
     model.load_state_dict({k: v.double() for k, v in source.state_dict().items()})  # casts, as torch does
@@ -323,7 +351,9 @@ def _edits() -> None:
         model.embed.weight += 3
     assert bool((whole(model.embed.weight) == 3).all()) and binding.check()
     assert int((buffer == 3).sum()) == model.embed.weight.to_local().numel()  # never the padding
-    model.head.weight = model.embed.weight = nn.Parameter(torch.full((7, 4), 5.0))  # what load_state_dict isn't asked for
+    model.head.weight = model.embed.weight = nn.Parameter(
+        torch.full((7, 4), 5.0)
+    )  # what load_state_dict isn't asked for
     assert binding.check() and model.head.weight is model.embed.weight is binding.storages["embed.weight"].tensor
     assert bool((whole(model.embed.weight) == 5).all())
     optimizer.state[model.scale]["exp_avg"] = torch.tensor(7.0)
@@ -352,7 +382,9 @@ def _copies() -> None:
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     sent = pickle.loads(pickle.dumps(model))
     buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "live": dict(model.named_parameters()), "optim": optimizer.state_dict()}, buffer)
+    torch.save(
+        {"model": model.state_dict(), "live": dict(model.named_parameters()), "optim": optimizer.state_dict()}, buffer
+    )
     buffer.seek(0)
     loaded = torch.load(buffer)  # weights_only: nothing of ours is in the file
     assert all(torch.equal(whole(loaded["model"][k]), v) for k, v in expected.items())
@@ -386,7 +418,9 @@ def _portable(folder: str) -> None:
     bind(model, optimizer)
     expected, states = values_of(model), states_of(optimizer)
     full = portable.StateDictOptions(full_state_dict=True)
-    assert set(portable.get_optimizer_state_dict(model, optimizer)["state"]) == {n for n, p in model.named_parameters() if p in optimizer.state}
+    assert set(portable.get_optimizer_state_dict(model, optimizer)["state"]) == {
+        n for n, p in model.named_parameters() if p in optimizer.state
+    }
     gathered_model, gathered_optim = portable.get_state_dict(model, optimizer, options=full)
     assert all(torch.equal(gathered_model[k], v) for k, v in expected.items())
     own, own_optim = portable.get_state_dict(model, optimizer)
@@ -399,7 +433,9 @@ def _portable(folder: str) -> None:
     assert binding.check() and same(expected, values_of(other)) and same(states, states_of(other_optimizer))
     third, third_optimizer = _made(6)
     binding = bind(third, third_optimizer)
-    portable.set_state_dict(third, third_optimizer, model_state_dict=gathered_model, optim_state_dict=gathered_optim, options=full)
+    portable.set_state_dict(
+        third, third_optimizer, model_state_dict=gathered_model, optim_state_dict=gathered_optim, options=full
+    )
     assert binding.check() and same(expected, values_of(third)) and same(states, states_of(third_optimizer))
 
 
@@ -430,7 +466,11 @@ def _eager() -> None:
         model.turned.data = torch.zeros(5, 6)
     assert binding.check() and model.head.weight is model.embed.weight is binding.storages["embed.weight"].tensor
     assert torch.equal(whole(model.scale), _made()[0].scale.detach() + 1)
-    assert bool((whole(model.first.weight) == 1).all()) and bool((whole(model.rnn.weight_hh_l0) == 2).all()) and not whole(model.turned).any()
+    assert (
+        bool((whole(model.first.weight) == 1).all())
+        and bool((whole(model.rnn.weight_hh_l0) == 2).all())
+        and not whole(model.turned).any()
+    )
     with pytest.raises(ZeroDivisionError), gathered(model):
         with torch.no_grad():
             model.scale.fill_(8)

@@ -30,13 +30,21 @@ def _keeps_and_gathers() -> None:
             expected = take(whole, layout, ranks.size, ranks.rank)
             local = storage.tensor.to_local() if ranks.mesh is not None else storage.tensor
             assert local.shape == expected.shape and local.dtype == dtype
-            assert torch.equal(local.view(torch.uint8) if local.dim() else local, expected.view(torch.uint8) if local.dim() else expected)
+            assert torch.equal(
+                local.view(torch.uint8) if local.dim() else local,
+                expected.view(torch.uint8) if local.dim() else expected,
+            )
             assert storage.tensor.shape == whole.shape and storage.tensor.stride() == whole.stride()
             full = storage.full()
-            assert full.stride() == whole.stride() and torch.equal(full.float().nan_to_num() if not dtype.is_complex else full, whole.float() if not dtype.is_complex else whole)
+            assert full.stride() == whole.stride() and torch.equal(
+                full.float().nan_to_num() if not dtype.is_complex else full,
+                whole.float() if not dtype.is_complex else whole,
+            )
             if isinstance(layout, Sharded):  # padding is there, is zero, and the DTensor can't reach it
                 length = bounds(shape[layout.dim], ranks.size, ranks.rank)
-                padding = storage.buffer.narrow(layout.dim, length[1] - length[0], storage.buffer.shape[layout.dim] - (length[1] - length[0]))
+                padding = storage.buffer.narrow(
+                    layout.dim, length[1] - length[0], storage.buffer.shape[layout.dim] - (length[1] - length[0])
+                )
                 assert not padding.to(torch.complex64).any()
                 if dtype == torch.float64 and ranks.mesh is not None:
                     with torch.no_grad():
@@ -53,7 +61,12 @@ def test_parts_come_back_whole_in_every_shape_and_type(world: World, W: int) -> 
 
 def _strides() -> None:
     ranks = Ranks.of()
-    for whole in (torch.randn(8, 6).t(), torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last), torch.randn(9, 4)[:, :2], torch.randn(4, 1).expand(4, 3)):
+    for whole in (
+        torch.randn(8, 6).t(),
+        torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last),
+        torch.randn(9, 4)[:, :2],
+        torch.randn(4, 1).expand(4, 3),
+    ):
         parameter = nn.Parameter(whole)
         for layout in (R, *(shard(d, n) for d, n in enumerate(whole.shape))):
             storage = Storage.of("w", parameter, (layout,), ranks)

@@ -52,7 +52,10 @@ def _in_place(style: str) -> None:
     trained = {id(p) for name, p in model.named_parameters() if "frozen" not in name and "unused" not in name}
     assert {id(p) for p in state} == trained
     for entries in state.values():
-        assert isinstance(entries["exp_avg"], DTensor) and entries["exp_avg"].placements == entries["exp_avg_sq"].placements
+        assert (
+            isinstance(entries["exp_avg"], DTensor)
+            and entries["exp_avg"].placements == entries["exp_avg_sq"].placements
+        )
 
 
 @both_styles
@@ -113,7 +116,12 @@ def _old_objects() -> list[str]:
     model, optimizer = tools.setup()
     old = model.get_parameter("0.weight")
     _run(tools.compile(tools.train), model, optimizer, range(1))
-    uses: list[Callable[[], Any]] = [lambda: old + 1, lambda: F.linear(torch.ones(1, 5), old), lambda: old.sum(), lambda: old.detach()]
+    uses: list[Callable[[], Any]] = [
+        lambda: old + 1,
+        lambda: F.linear(torch.ones(1, 5), old),
+        lambda: old.sum(),
+        lambda: old.detach(),
+    ]
     return [_message(use, SpmdError) for use in uses]
 
 
@@ -153,7 +161,9 @@ def _gathered(style: str) -> None:
     held = [id(p) for p in model.parameters()]
     with spmd.gathered(model):
         assert not any(isinstance(p.data, DTensor) for p in model.parameters())
-        assert torch.allclose(evaluate(model, *tools.global_batch(5)), evaluate(alone[0], *tools.global_batch(5)), rtol=1e-9)
+        assert torch.allclose(
+            evaluate(model, *tools.global_batch(5)), evaluate(alone[0], *tools.global_batch(5)), rtol=1e-9
+        )
     assert held == [id(p) for p in model.parameters()]
     tools.assert_equal(expected, tools.state_of(model, optimizer))
     _run(step, model, optimizer, range(2, 4))
@@ -229,10 +239,14 @@ def _state_dicts(style: str) -> None:
     assert list(expected) == list(found) and all(expected[key].shape == found[key].shape for key in expected)
     expected, found = alone[1].state_dict(), optimizer.state_dict()
     assert expected["param_groups"] == found["param_groups"]
-    assert {i: list(entries) for i, entries in expected["state"].items()} == {i: list(entries) for i, entries in found["state"].items()}
+    assert {i: list(entries) for i, entries in expected["state"].items()} == {
+        i: list(entries) for i, entries in found["state"].items()
+    }
     for key, tensor in model.state_dict().items():
         allowed = _shard_bytes(tensor) if style == "fully_shard" else tensor.numel() * tensor.element_size()
-        assert tools.local(tensor).untyped_storage().nbytes() <= allowed, f"{key} drags more than itself into a checkpoint"
+        assert tools.local(tensor).untyped_storage().nbytes() <= allowed, (
+            f"{key} drags more than itself into a checkpoint"
+        )
 
 
 # ---- several functions, several models
@@ -347,7 +361,9 @@ def _addresses(style: str) -> None:
     seen = set()
     for seed in range(4):
         step(model, optimizer, *tools.batch(seed=seed))
-        buffers = {name: tools.local(buffer) for name, buffer in model.named_buffers() if name != "last"}  # assigned anew by the model
+        buffers = {
+            name: tools.local(buffer) for name, buffer in model.named_buffers() if name != "last"
+        }  # assigned anew by the model
         seen.add(tuple((name, own.data_ptr()) for name, own in (tools.stored(model, optimizer) | buffers).items()))
     assert len(seen) == 1
 
@@ -365,7 +381,10 @@ def _at_rest() -> None:
                 step(model, optimizer, *batch())
             states = [value for entries in optimizer.state.values() for value in entries.values()]
             allowed = sum(map(_shard_bytes, (*model.parameters(), *states)))
-            storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tools.stored(model, optimizer).values()}
+            storages = {
+                own.untyped_storage().data_ptr(): own.untyped_storage().nbytes()
+                for own in tools.stored(model, optimizer).values()
+            }
             assert sum(storages.values()) <= allowed
 
 

@@ -16,7 +16,7 @@ from spmd._torch import FakeTensorMode
 from spmd.graph.step import StepGraph
 
 
-def at(step: StepGraph, batch: int) -> StepGraph:
+def at(step: StepGraph, batch: int | None) -> StepGraph:
     """`step` with numbers for everything that depends on the batch alone. Scalars are recomputed op by op, so they round as Python's do.
 
     Each node that yields one tensor gets `varies`: per dim None if it's fixed, c > 0 for c * batch, 0 for any other function of it.
@@ -25,7 +25,7 @@ def at(step: StepGraph, batch: int) -> StepGraph:
 
 
 class Concretion:
-    def __init__(self, step: StepGraph, batch: int) -> None:
+    def __init__(self, step: StepGraph, batch: int | None) -> None:
         self.step, self.batch = step, batch
         self.symbol = step.batch.symbol if step.batch else None
         self.fake = FakeTensorMode()

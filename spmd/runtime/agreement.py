@@ -146,7 +146,7 @@ class Agreement:
         )
         raise AgreementError(Offence("\n".join(what), remedy=remedy))
 
-    def same_state(self, tensors: Iterable[tuple[str, torch.Tensor]], sync: Sync = "broadcast") -> list[str]:
+    def same_state(self, tensors: Iterable[tuple[str, torch.Tensor | None]], sync: Sync = "broadcast") -> list[str]:
         """Compare whole tensors (initial parameters, buffers, states). Where ranks differ all get the first rank's.
 
         Returns the names of those that differed; the first rank warns of them.
@@ -155,7 +155,9 @@ class Agreement:
             AgreementError: they differ and `sync` is "error".
         """
         named = list(tensors)
-        votes = self.begin([tensor_digest(x) for _, x in named] if self.world.size > 1 else []).wait()
+        votes = self.begin(
+            [0 if x is None else tensor_digest(x) for _, x in named] if self.world.size > 1 else []
+        ).wait()
         different = [x for x, low, high in zip(named, votes.low, votes.high, strict=False) if low != high]
         if not different:
             return []
@@ -172,7 +174,8 @@ class Agreement:
                 )
             )
         for _, tensor in different:
-            self.broadcast(tensor)
+            if tensor is not None:
+                self.broadcast(tensor)
         if self.world.rank == 0:
             warnings.warn(
                 f"spmd: {what}; all ranks got those of rank 0. Seed every rank alike to avoid it.", stacklevel=2

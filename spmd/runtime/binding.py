@@ -258,15 +258,19 @@ def _check(wanted: Sequence[tuple[Slot, Layouts]], world: World) -> None:
                     remedy=f'move the model first: model.to("{world.device}")',
                 )
             )
-        offences.extend(_conflict(slot, tensor, layouts))
+        offences.extend(_conflict(slot, tensor, layouts, world))
     if offences:
         raise StateError(offences)
 
 
-def _conflict(slot: Slot, tensor: torch.Tensor, layouts: Layouts) -> list[Offence]:
+def _conflict(slot: Slot, tensor: torch.Tensor, layouts: Layouts, world: World) -> list[Offence]:
     """A parameter keeps the layout it has."""
     if slot.input.role is Role.STATE:
         return []
+    known = Storage.under(tensor)
+    if known is not None and known.world.mesh != world.mesh:
+        what = f"it lies on {known.world.mesh} already, this function runs on {world.mesh}"
+        return [Offence(what, fqn=slot.input.name, remedy="use one mesh for all functions that share it")]
     now = placed(tensor)
     if now is None or now == layouts:
         return []

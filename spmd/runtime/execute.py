@@ -34,7 +34,7 @@ class Executor:
         self.arguments: list[Any] = []
         self.fills: list[tuple[int, Fill]] = []
         self.checks: list[tuple[int, torch.Size, str]] = []  # argument, its shape on this rank, its name
-        slots = {slot.input.name: slot for slot in binding.capture.slots}
+        self.slots = slots = {slot.input.name: slot for slot in binding.capture.slots}
         for spec, node, layouts in zip(local.step.inputs, local.step.placeholders, local.inputs, strict=True):
             if spec.role in STORED:
                 self.arguments.append(binding.storages[spec.name].buffer)
@@ -64,7 +64,7 @@ class Executor:
             self._check(arguments)
             if self.takes_settle:
                 arguments.append(settle)
-            return self._deliver(list(self.run(*arguments)))
+            return self._deliver(list(self.run(*arguments)), leaves)
 
     # ------------------------------------------------------------------------------------------------- inputs
 
@@ -103,19 +103,18 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------- outputs
 
-    def _deliver(self, results: list[Any]) -> Any:
+    def _deliver(self, results: list[Any], leaves: Sequence[Any]) -> Any:
         """Put gradients and new states where they belong; what the user returns is the return value."""
         binding, inputs = self.binding, self.local.step.inputs
         returned: list[Any] = []
         for i, (out, node, layouts) in enumerate(self.outputs):
-            value, results[i] = (
-                results[i],
-                None,
-            )  # new states are copied into their storage: hold one at a time, not all
+            value, results[i] = results[i], None  # new states are copied into their storage: hold one at a time
             if out.role is Role.GRADIENT:
                 binding.set_gradient(owner_of(out, inputs), value)
             elif out.role is Role.STATE and out.updates is None:
                 binding.add_state(out.name, value, layouts or (), node.meta["val"])
+            elif out.updates is not None and out.role in (Role.USER, Role.HYPER):
+                self._write_to(inputs[out.updates].name, value, leaves)
             elif out.role is Role.USER:
                 returned.append((out, value))
         for owner in self.cleared:
@@ -123,6 +122,14 @@ class Executor:
         if self.out_spec is None:
             return None
         return pytree.tree_unflatten([self._user(out, value) for out, value in returned], self.out_spec)
+
+    def _write_to(self, name: str, value: Any, leaves: Sequence[Any]) -> None:
+        """An argument, an outer tensor or a tensor hyper-parameter that the step wrote to gets its new value, in place."""
+        slot = self.slots[name]
+        target: Any = leaves[slot.leaf] if slot.leaf is not None else slot.tensor
+        if slot.container is not None:
+            target = slot.container[slot.key]
+        (target.to_local() if isinstance(target, DTensor) else target.detach()).copy_(value)
 
     def _user(self, out: Output, value: Any) -> Any:
         storages = self.binding.storages

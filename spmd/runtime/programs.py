@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch.distributed.tensor import DTensor
 
-from spmd.capture import Capture, capture, flatten_leaves, guards_hold
+from spmd.capture import Capture, Slot, capture, flatten_leaves, guards_hold
 from spmd.errors import CaptureError, Offence, SpmdError, VerifyError
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import STORED, Role
@@ -32,6 +32,7 @@ from spmd.runtime.random import Draws
 from spmd.runtime.world import World
 
 Read = Callable[[Sequence[Any]], Any]  # a value of the call, from its leaves
+SIZES = 16  # batch sizes of one captured step whose programs are kept
 LIMIT = 24  # programs of one function; more means that something changes at every call
 
 
@@ -48,17 +49,26 @@ class Program:
     def __post_init__(self) -> None:
         self.lines = fingerprint_lines(self.local)
         self.key = text_digest(self.lines)
-        whole = [s for s in self.captured.slots if s.input.role is Role.USER and s.input.batch_dim is None]
-        self.shared = [
-            (s.input.name, s.leaf) for s in whole if s.leaf is not None
-        ]  # tensors that every rank must pass alike
+        slots = self.captured.slots
+        whole = [s for s in slots if s.input.role is Role.USER and s.input.batch_dim is None]
+        self.shared = [(s.input.name, reader(s)) for s in whole]  # tensors that every rank must hold alike
+        self.numbers = [(s.input.name, reader(s)) for s in slots if s.input.role is Role.HYPER]
 
     def shared_inputs(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-        return [
-            (name, x)
-            for name, leaf in self.shared
-            if isinstance(x := leaves[leaf], torch.Tensor) and not isinstance(x, DTensor)
-        ]
+        found = ((name, read(leaves)) for name, read in self.shared)
+        return [(name, x) for name, x in found if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+
+    def numbers_text(self, leaves: Sequence[Any]) -> str:
+        """Today's hyper-parameters, to be compared over the ranks."""
+        return ", ".join(f"{name} = {read(leaves)!r}" for name, read in self.numbers)
+
+
+def reader(slot: Slot) -> Read:
+    """How to read what is behind an input that no storage holds."""
+    if slot.leaf is not None:
+        return itemgetter(slot.leaf)
+    container, key, tensor = slot.container, slot.key, slot.tensor
+    return (lambda leaves: container[key]) if container is not None else (lambda leaves: tensor)
 
 
 @dataclass
@@ -95,17 +105,9 @@ class Variant:
 
 def numbers(captured: Capture) -> Iterator[tuple[sympy.Symbol, Read]]:
     """The symbol of each number that is an input, and how to read it from the leaves of a call."""
-
-    def item(container: Mapping[str, Any], key: str) -> Read:
-        return lambda leaves: container[key]
-
     for slot, node in zip(captured.slots, captured.step.placeholders, strict=True):
         if isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat)):
-            symbol = node.meta["val"].node.expr
-            if slot.container is not None:
-                yield symbol, item(slot.container, slot.key)
-            elif slot.leaf is not None:
-                yield symbol, itemgetter(slot.leaf)
+            yield node.meta["val"].node.expr, reader(slot)
 
 
 class Elsewhere(Exception):
@@ -180,10 +182,10 @@ class Programs:
     def _voted(self, program: Program | None, leaves: list[Any]) -> Any:
         """Run `program`; its ranks wait for each other's votes within it."""
         shared = program.shared_inputs(leaves) if program is not None else []
-        digest = text_digest([str(tensor_digest(x)) for _, x in shared]) if shared else 0
-        pending = self.agreement.begin(
-            [int(program is None), program.key if program is not None else 0, digest, *self.draws.ballot()]
-        )
+        today = program.numbers_text(leaves) if program is not None else ""
+        digests = [text_digest([str(tensor_digest(x)) for _, x in shared]) if shared else 0, text_digest([today])]
+        key = program.key if program is not None else 0
+        pending = self.agreement.begin([int(program is None), key, *digests, *self.draws.ballot()])
 
         def settle() -> None:
             votes = pending.wait()
@@ -194,7 +196,9 @@ class Programs:
                 self.agreement.same_program(program.lines)
             if not votes.agreed(2, 3):
                 self.agreement.same_inputs(shared)
-            self.draws.settle(Votes(votes.low[3:], votes.high[3:]))
+            if not votes.agreed(3, 4):
+                self.agreement.resolve(None, today)
+            self.draws.settle(Votes(votes.low[4:], votes.high[4:]))
 
         if program is None:
             pending.wait()
@@ -209,7 +213,10 @@ class Programs:
 
     def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> Program | None:
         """The bound program that this call can run."""
-        variant = self._variant(args, kwargs, leaves)
+        try:
+            variant = self._variant(args, kwargs, leaves)
+        except SpmdError:
+            return None  # the slow path meets it again, and tells all ranks
         program = variant.programs.get(self._batch(variant, leaves)) if variant else None
         return program if program is not None and program.run is not None else None
 
@@ -261,6 +268,8 @@ class Programs:
             self.variants.insert(0, variant)
         batch = self._batch(variant, leaves)
         if batch not in variant.programs:
+            while len(variant.programs) >= SIZES:
+                variant.programs.pop(next(iter(variant.programs)))
             variant.programs[batch] = self.build(variant.captured, batch, self._join(), stages)
         return variant, variant.programs[batch]
 
@@ -286,47 +295,44 @@ class Programs:
         """The slow path: all ranks, in step."""
         world, agreement = self._join(), self.agreement
         stages = Stages(f"spmd: {self._name} compiled", show=world.rank == 0)
-        program, error = None, None
+        variant, program, error = None, None, None
         try:
             variant, program = self._prepare(args, kwargs, stages)
-        except SpmdError as caught:
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         size = program.local.step.size if program is not None else None
-        agreement.resolve(
-            error,
-            f"its share of the batch has {size // world.size} samples" if size is not None else "it passes no batch",
-        )
-        assert program is not None
+        share = f"its share of the batch has {size // world.size} samples" if size is not None else "it passes no batch"
+        agreement.resolve(error, share)
+        assert variant is not None and program is not None
         with stages("agree"):
             agreement.same_program(program.lines)
-            if program.run is None:
+            new, unbound = agreement.begin([int(program.run is None), int(variant.binding is None)]).wait().high
+            if unbound:
                 agreement.same_state(self._plain_state(program), self.sync)
-        if program.run is None:
+        if new:
             with stages("bind"):
-                self._bind(variant, program)
+                self._bind(variant, program, bool(unbound))
         stages.report()
 
-    def _plain_state(self, program: Program) -> list[tuple[str, torch.Tensor]]:
-        """Tensors that no compiled function holds yet: each rank has its own whole copy."""
-        slots = program.captured.slots
-        return [
-            (s.input.name, s.tensor)
-            for s in slots
-            if s.input.role in STORED and s.tensor is not None and placed(s.tensor) is None
-        ]
+    def _plain_state(self, program: Program) -> list[tuple[str, torch.Tensor | None]]:
+        """Tensors that no compiled function holds yet: each rank has its own whole copy. None for the others."""
+        stored = [s for s in program.captured.slots if s.input.role in STORED and s.tensor is not None]
+        return [(s.input.name, s.tensor if placed(s.tensor) is None else None) for s in stored if s.tensor is not None]
 
-    def _bind(self, variant: Variant, program: Program) -> None:
+    def _bind(self, variant: Variant, program: Program, unbound: bool) -> None:
+        """Put the program on its storage. Every rank calls; `unbound`: some rank has no binding for it yet."""
         captured = variant.captured
-        if variant.binding is None:
-            before = [(s.tensor, s) for s in captured.slots if s.tensor is not None]
-            error = None
-            try:
-                variant.binding = Binding(captured, program.local.inputs, self._join())
-            except SpmdError as caught:
-                error = caught
+        before = [(s.tensor, s) for s in captured.slots if s.tensor is not None]
+        fresh, error = variant.binding is None, None
+        try:
+            variant.binding = variant.binding or Binding(captured, program.local.inputs, self._join())
+        except Exception as caught:
+            error = caught
+        if unbound:
             self.agreement.resolve(error, "")
-            assert variant.binding is not None
+        assert variant.binding is not None
+        if fresh:
             if program.init is not None:
                 Executor(program.init, variant.binding)((), lambda: None)
             captured.guards.rebind({id(old): s.tensor for old, s in before})
-        program.run = Executor(program.local, variant.binding, captured.out_spec)
+        program.run = program.run or Executor(program.local, variant.binding, captured.out_spec)

@@ -66,6 +66,8 @@ class Draws:
     def settle(self, votes: Votes) -> None:
         """Install the agreed state. `votes` are of the ballot. Collective if the first rank's state must be sent."""
         if self.seeded:
+            if not votes.agreed(1, 2):
+                self._send()
             self._install()
         elif votes.agreed(0, 1):
             self.shadow = None
@@ -82,7 +84,8 @@ class Draws:
 
     def _send(self) -> None:
         """Give the first rank's state to all."""
-        first = self.agreement.objects(self._read() if self.agreement.world.rank == 0 else None)[0]
+        mine = (self.shadow if self.seeded else self._read()) if self.agreement.world.rank == 0 else None
+        first = self.agreement.objects(mine)[0]
         if self.agreement.world.rank > 0:
             self.shadow = first
 

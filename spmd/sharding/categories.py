@@ -52,23 +52,21 @@ def where(call: Call) -> Rule:
 
 def cast(call: Call) -> Rule:
     """Upward casts are linear; a partial rounded or truncated on each rank wouldn't add up."""
-    src, dst = call.tensors[0].meta["val"].dtype, call.values[0].dtype
-    exact = src.is_floating_point and dst.is_floating_point and torch.finfo(dst).bits >= torch.finfo(src).bits
-    return pointwise(call, ((0,),) if src == dst or exact else NONE)
+    return pointwise(call, ((0,),) if widening(call) else NONE)
 
 
 def like(call: Call) -> Rule:
     """zeros_like and its kin take only the shape of their input."""
     dims = list(range(len(call.inputs[0])))
-    return labelled([dims] + [None] * (len(call.inputs) - 1), [dims], shape_only=True)
+    return labelled([dims, *([None] * len(s) for s in call.inputs[1:])], [dims], shape_only=True)
 
 
 def factory(call: Call) -> Rule:
     """Built from numbers; built whole, except where every element is the same."""
     uniform = call.has("size") and not call.has("stride") and call.name != "eye"
-    return labelled(
-        [None] * len(call.inputs), [[None] * len(o or ()) for o in call.outputs], sizes="size" if uniform else ""
-    )
+    shaped = call.name.startswith("new_")  # the first input gives type and device only
+    ins = [None if shaped and j == 0 else [None] * len(s) for j, s in enumerate(call.inputs)]
+    return labelled(ins, [[None] * len(o or ()) for o in call.outputs], sizes="size" if uniform else "")
 
 
 def random(call: Call) -> Rule:
@@ -81,7 +79,9 @@ def whole_value(call: Call, **options: Any) -> Rule:
     return labelled([[None] * len(s) for s in call.inputs], [[None] * len(o or ()) for o in call.outputs], **options)
 
 
-def view(call: Call) -> Rule:
+def view(call: Call) -> Rule | None:
+    if call.has("dtype"):
+        return None  # the same bytes as another type: their number may change along the last dim
     sizes = "size" if call.has("size") else "shape" if call.has("shape") else ""
     n = len(call.inputs[0])
     return ViewRule(
@@ -134,17 +134,20 @@ def reduction(call: Call) -> Rule | None:
     dims = call.dims(call.arg("dim"), n)
     keep = bool(call.arg("keepdim", False))
     out = [None if d in dims else d for d in range(n)] if keep else [d for d in range(n) if d not in dims]
-    linear = ((0,),) if call.name in ("sum", "mean") and not narrowing(call) else NONE
+    if call.name in ("any", "all") and call.has("dim") and call.arg("dim") == []:
+        dims = []  # here an empty list means none, not all
+        out = list(range(n))
+    linear = ((0,),) if call.name in ("sum", "mean") and widening(call) else NONE
     alone = len(call.outputs) == 1  # max.dim also gives indices: they don't reduce
     reduce = dict.fromkeys(dims, REDUCE[call.name]) if alone else {}
     emitter = {"mean": emit.mean, "sum": None}.get(call.name, emit.extremum)
     return labelled([list(range(n))], [out] * len(call.outputs), reduce=reduce, linear=linear, emit=emitter)
 
 
-def narrowing(call: Call) -> bool:
-    """A reduction into a smaller type than its input's would round on each rank."""
+def widening(call: Call) -> bool:
+    """Whether every value of the input's type is one of the result's: partials converted rank by rank add up then."""
     src, dst = call.tensors[0].meta["val"].dtype, call.values[0].dtype
-    return src.is_floating_point and dst.is_floating_point and torch.finfo(dst).bits < torch.finfo(src).bits
+    return torch.promote_types(src, dst) == dst
 
 
 def along(call: Call, linear: Linear = NONE, dim: str = "dim") -> Rule | None:
@@ -162,6 +165,7 @@ def along(call: Call, linear: Linear = NONE, dim: str = "dim") -> Rule | None:
             return [d for d in range(n) if d not in dims]
         return [None] * len(shape)
 
+    linear = linear if widening(call) else NONE
     return labelled([labels(s) for s in call.inputs], [labels(o) for o in call.outputs], linear=linear)
 
 
@@ -203,11 +207,12 @@ def image(call: Call, linear: Linear = NONE) -> Rule:
 
 def matrices(call: Call, linear: Linear = NONE) -> Rule:
     """Batched matrix functions: independent over all but the last two dims."""
-    return leading(call, len(call.inputs[0]) - 2, linear=linear)
+    alike = [j for j, s in enumerate(call.inputs) if len(s) == len(call.inputs[0])]
+    return leading(call, len(call.inputs[0]) - 2, operands=alike, linear=linear)
 
 
 def attention(call: Call) -> Rule:
-    """Independent over batch, and over heads where queries and keys have as many. A mask counts only where it has all four dims."""
+    """Independent over batch, and over heads where queries and keys have as many. A mask counts only where it has both dims."""
     if call.arg("dropout_p"):
         return random(call)
     first = 1 if call.name.endswith("backward") else 0
@@ -293,25 +298,31 @@ def scatter(call: Call) -> Rule:
     )
 
 
-def index_add(call: Call) -> Rule:
+def index_add(call: Call) -> Rule | None:
     n = len(call.inputs[0])
+    if n == 0:
+        return None
     d = call.dims(call.arg("dim"), n)[0]
     base = [None if j == d else j for j in range(n)]
     source = ["i" if j == d else j for j in range(n)]
     return labelled([base, ["i"], source], [base], reduce={"i": "sum"}, linear=((0, 2),), base=0)
 
 
-def index_select(call: Call) -> Rule:
+def index_select(call: Call) -> Rule | None:
     n = len(call.inputs[0])
+    if n == 0:
+        return None
     d = call.dims(call.arg("dim"), n)[0]
     return labelled(
         [[None if j == d else j for j in range(n)], ["i"]], [["i" if j == d else j for j in range(n)]], linear=((0,),)
     )
 
 
-def window(call: Call, linear: Linear = ((0,),)) -> Rule:
+def window(call: Call, linear: Linear = ((0,),)) -> Rule | None:
     """Cuts along one dim: slice, split, unfold, diff and their adjoints. A cut that keeps the whole dim may be split."""
     n = len(call.inputs[0])
+    if n == 0:
+        return None
     d = call.dims(call.arg("dim" if call.has("dim") else "dimension", 0), n)[0]
     out = main_output(call)
     whole = call.name in ("slice", "slice_backward") and out[d] == call.inputs[0][d]

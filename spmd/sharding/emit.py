@@ -43,9 +43,14 @@ def mean(
     """A sum over the global count where a reduced dim is split."""
     if not (isinstance(outs[0], Partial) and isinstance(wants[0], Sharded)):
         return build.op(call.target, *args, **kwargs)
-    dims = call.dims(call.arg("dim"), len(call.inputs[0]))
-    total = build.op(aten.sum.dim_IntList, args[0], dims, bool(call.arg("keepdim", False)), dtype=call.arg("dtype"))
-    return build.op(aten.div.Scalar, total, math.prod(call.inputs[0][d] for d in dims))
+    dims, count = call.dims(call.arg("dim"), len(call.inputs[0])), 1
+    for d in dims:
+        count *= call.inputs[0][d]
+    dtype = call.values[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype  # the sum of halves overflows
+    total = build.op(aten.sum.dim_IntList, args[0], dims, bool(call.arg("keepdim", False)), dtype=wide)
+    mean = build.op(aten.div.Scalar, total, count)
+    return mean if wide is dtype else build.op(aten._to_copy.default, mean, dtype=dtype)
 
 
 def extremum(
@@ -63,16 +68,20 @@ def extremum(
         shape = list(build.val(args[0]).shape)
         shape[s.dim] = 1
         row = build.op(
-            aten.full.default, shape, identity(outs[0].op, dtype), dtype=dtype, device=build.val(args[0]).device
+            aten.full.default,
+            shape,
+            identity(outs[0].op, dtype, call.name in ("any", "all")),
+            dtype=dtype,
+            device=build.val(args[0]).device,
         )
         args = [build.op(aten.cat.default, [args[0], row], s.dim), *args[1:]]
     return build.op(call.target, *args, **kwargs)
 
 
-def identity(op: str, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes nothing under max or min."""
-    if dtype == torch.bool:
-        return op == "min"
+def identity(op: str, dtype: torch.dtype, logical: bool) -> float | int:
+    """The value that changes nothing under max or min; under any or all where `logical`."""
+    if dtype == torch.bool or logical:
+        return int(op == "min")
     if dtype.is_floating_point:
         return -math.inf if op == "max" else math.inf
     return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max

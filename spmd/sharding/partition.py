@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from spmd._torch import FakeTensorMode
-from spmd.errors import Offence, PlacementError, SpmdError
+from spmd.errors import Offence, PlacementError, SpmdError, VerifyError
 from spmd.graph.local import Collective, LocalGraph, settle
 from spmd.graph.provenance import source_of, where
 from spmd.graph.step import STORED, Output, Role, StepGraph
@@ -151,10 +152,23 @@ class Partition:
         args, kwargs = map_arg((node.args, node.kwargs), take)
         single = isinstance(node.meta.get("val"), torch.Tensor)
         local = self.call(choice, list(args), dict(kwargs))
+        self.check(node, local, choice)
         local.meta["layouts"] = (choice.outs[0],) if single else None
         self.env[node, choice.outs[0] if single else None] = local
         if node in self.plan.settled:
             self.move(node, local, choice.outs[0], self.plan.settled[node])
+
+    def check(self, node: fx.Node, local: fx.Node, choice: Choice) -> None:
+        """Every rule is held to the traced shapes and types."""
+        for whole, part, layout in zip(
+            tree_leaves(node.meta.get("val")), tree_leaves(local.meta["val"]), choice.outs, strict=False
+        ):
+            if not isinstance(whole, torch.Tensor):
+                continue
+            shape = tuple(map(int, self.build.local(whole.shape, layout)))
+            if tuple(part.shape) != shape or part.dtype != whole.dtype:
+                what = f"{node.target} as {layout} yields {part.dtype}{list(part.shape)} on a rank, not {whole.dtype}{list(shape)}"
+                raise VerifyError(Offence(what, where(node)))
 
     def call(self, choice: Choice, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         build, call, rule = self.build, choice.call, choice.rule
@@ -316,9 +330,10 @@ def write_back(
     updates, results = [(home, safe(new)) for home, new in updates], [safe(x) for x in results]
     order = {n: i for i, n in enumerate(graph.nodes)}
     last = {root[a]: node for node in graph.nodes for a in node.all_input_nodes if a in root}
+    last_input = graph.find_nodes(op="placeholder", sort=True)[-1:]
     for home, new in updates:
         reader = last.get(root[home], new)
-        with graph.inserting_after(max(reader, new, key=order.__getitem__)):
+        with graph.inserting_after(max(reader, new, home, *last_input, key=order.__getitem__)):
             build.op(aten.copy_.default, home, new)
     return results
 

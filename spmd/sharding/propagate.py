@@ -168,7 +168,7 @@ class Propagation:
 
     def ignored(self, rule: Rule | None, j: int, p: Layout) -> bool:
         """Only the shape of input `j` matters, and its local shape is the global one."""
-        return rule is not None and (rule.inputs[j] is None or (rule.shape_only and isinstance(p, Partial)))
+        return rule is not None and (rule.inputs[j] is None or (rule.shape_only and j == 0 and isinstance(p, Partial)))
 
     def late(self, call: Call, rule: Rule, current: list[Layout], i: int) -> Sharded | None:
         """A replicated value that carries the batch is cut where work is heavy or a weight's shard would decide otherwise."""
@@ -177,7 +177,8 @@ class Propagation:
         beside_state = any(
             isinstance(p, Sharded) and self.kind.get(x) == STATE for x, p in zip(call.tensors, current, strict=True)
         )
-        return batch_shard(call.tensors[i]) if rule.heavy or beside_state else None
+        share = batch_shard(call.tensors[i]) if rule.heavy or beside_state else None
+        return share.canonical(self.world) if share is not None else None
 
     def keeps_partial(self, x: fx.Node) -> bool:
         """If one reader of a partial forces its reduction, all read the reduced value."""

@@ -161,6 +161,10 @@ def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
             build, "all_reduce", c10d.all_reduce.default, wide, "min" if p.op == "min" else "max", wire.group
         )
         return build.op(aten._to_copy.default, moved, dtype=torch.bool)
+    if p.op != "sum" and val.dtype.is_floating_point:  # a backend's max drops a NaN that torch's keeps
+        row = build.op(aten.unsqueeze.default, contiguous(build, x), 0)
+        rows = wire.start(build, "all_gather", c10d.all_gather_into_tensor.default, row, build.world, wire.group)
+        return build.op(aten.amax.default if p.op == "max" else aten.amin.default, rows, [0])
     return transport(
         build,
         contiguous(build, x),

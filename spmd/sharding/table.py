@@ -42,7 +42,7 @@ row(
     neg clone lift_fresh_copy conj _conj _conj_physical conj_physical real imag deg2rad rad2deg positive contiguous
     tanh_backward sigmoid_backward gelu_backward silu_backward threshold_backward logit_backward native_dropout_backward _fw_primal""",
 )
-row(partial(c.pointwise, linear=FIRST, view=True), "detach alias lift_fresh view_as_real_copy")
+row(partial(c.pointwise, linear=FIRST, view=True), "detach alias lift_fresh")
 row(partial(c.pointwise, linear=((1,),)), "copy")
 row(partial(c.pointwise, linear=((0, 1), (0, 2))), "addcmul")
 row(partial(c.pointwise, linear=((0, 1),)), "lerp addcdiv")

@@ -209,7 +209,9 @@ def _parameters() -> Iterable[Case]:
     step = steps.basic()
     yield Case("params_odd", models.Odd, step, regression, adamw)
     yield Case("params_odd_sgd", models.Odd, step, regression, momentum)
-    yield Case("params_odd_foreach_clip", models.Odd, steps.basic(clip=0.1), regression, over(optim.AdamW, foreach=True))
+    yield Case(
+        "params_odd_foreach_clip", models.Odd, steps.basic(clip=0.1), regression, over(optim.AdamW, foreach=True)
+    )
     yield Case("params_partly", models.Partly, step, regression, groups(optim.AdamW))
     yield Case("params_groups_sgd", models.mlp, step, regression, groups(optim.SGD, momentum=0.9))
     yield Case("params_groups_fused", models.mlp, step, regression, groups(optim.AdamW, fused=True))
@@ -276,15 +278,18 @@ def _changes() -> Iterable[Case]:
     decay = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
     cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=8)
     yield Case("lr_step", mlp, step, regression, momentum, scheduler=decay, steps=4, traces=1)
-    yield Case("lr_step_fused", mlp, step, regression, over(optim.AdamW, fused=True), scheduler=decay, steps=4, traces=1)
+    yield Case(
+        "lr_step_fused", mlp, step, regression, over(optim.AdamW, fused=True), scheduler=decay, steps=4, traces=1
+    )
     yield Case("lr_onecycle", mlp, step, regression, momentum, scheduler=cycle, steps=6, traces=3)
     yield Case("weight_decay_changes", mlp, step, regression, adamw, between=decay_changes, steps=6, traces=3)
     yield Case("betas_change", mlp, step, regression, over(optim.Adam), between=everything_changes, steps=6)
     yield Case("batch_changes", mlp, step, regression, adamw, samples=(2, 4, 3), steps=4, traces=1)
     yield Case("batch_changes_gpt", models.GPT, steps.basic(steps.tokens), words, momentum, samples=(2, 3), traces=1)
 
-
-    yield Case("mode_alternates", partial(mlp, dropout=0.5), step, regression, momentum, between=evaluates, steps=5, traces=2)
+    yield Case(
+        "mode_alternates", partial(mlp, dropout=0.5), step, regression, momentum, between=evaluates, steps=5, traces=2
+    )
     yield Case("hooks", _hooked, step, regression, momentum)
     yield Case("hooks_added", mlp, step, regression, momentum, between=hooks)
     yield Case("attribute_changes", models.Scaled, step, regression, momentum, between=rescales, steps=5, traces=3)
@@ -325,7 +330,14 @@ def _models() -> Iterable[Case]:
     yield Case("cnn_channels_last", partial(cnn, channels_last=True), classes, images, adamw)
     yield Case("cnn_batch_norm", partial(cnn, batch_norm=True), classes, images, momentum)
     yield Case("lstm", models.Recurrent, steps.basic(), sequences, adamw)
-    yield Case("lstm_sequence_first", partial(models.Recurrent, batch_first=False), steps.basic(), turned_sequences, adamw, dim=1)
+    yield Case(
+        "lstm_sequence_first",
+        partial(models.Recurrent, batch_first=False),
+        steps.basic(),
+        turned_sequences,
+        adamw,
+        dim=1,
+    )
     yield Case("sequence_first", models.SequenceFirst, steps.basic(), sequences_first, momentum, dim=1)
     yield Case("buffers", models.Counting, steps.basic(), regression, adamw)
     yield Case("custom_backward", models.Reversal, steps.basic(), regression, momentum)
@@ -340,7 +352,9 @@ def _transformers() -> Iterable[Case]:
     careful = over(optim.AdamW, lr=0.01, eps=1e-4)  # key biases have no true gradient, so Adam would see noise
     text = partial(words, vocabulary=37, ignored=0.2)
 
-    def case(name: str, kind: str, step: Callable[..., Any], batch: Callable[..., Any], tolerance: float = 1e-9) -> Case:
+    def case(
+        name: str, kind: str, step: Callable[..., Any], batch: Callable[..., Any], tolerance: float = 1e-9
+    ) -> Case:
         model = partial(models.transformers_model, kind)
         return Case(f"hf_{name}", model, step, batch, careful, tolerance=tolerance, needs="transformers")
 

@@ -105,7 +105,12 @@ class GPT(nn.Module):
     """A decoder over 13 tokens and at most 8 positions, its head tied to the embedding."""
 
     def __init__(
-        self, norm: type[nn.Module] = nn.LayerNorm, heads: int = 3, dropout: float = 0.0, recompute: str = "", blocks: int = 1
+        self,
+        norm: type[nn.Module] = nn.LayerNorm,
+        heads: int = 3,
+        dropout: float = 0.0,
+        recompute: str = "",
+        blocks: int = 1,
     ) -> None:
         super().__init__()
         width = 4 * heads
@@ -238,7 +243,9 @@ def transformers_model(kind: str) -> nn.Module:
 
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     if kind == "gpt2":
-        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=37, n_positions=16, n_embd=12, n_layer=1, n_head=3, **ends)).train()
+        return hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=37, n_positions=16, n_embd=12, n_layer=1, n_head=3, **ends)
+        ).train()
     if kind == "llama":
         sizes = {"hidden_size": 16, "intermediate_size": 22, "num_attention_heads": 4, "num_key_value_heads": 2}
         return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=37, num_hidden_layers=1, **sizes)).train()

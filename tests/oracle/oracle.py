@@ -98,7 +98,9 @@ def run(case: Case, W: int, compiled: Callable[..., Any] | None) -> Record:
             parts.scheduler.step()
         if case.between is not None:
             case.between(parts, index)
-    record.stable = [[_kept(now, then) for now, then in zip(*pair, strict=True)] for pair in zip(live, record.outputs, strict=True)]
+    record.stable = [
+        [_kept(now, then) for now, then in zip(*pair, strict=True)] for pair in zip(live, record.outputs, strict=True)
+    ]
     record.state = snapshot(parts)
     return record
 
@@ -148,7 +150,9 @@ def snapshot(parts: Parts) -> dict[str, Any]:
             state[f"buffer {fqn}"] = whole(buffer)
     for number, optim in enumerate(parts.optims):
         for position, group in enumerate(optim.param_groups):
-            state[f"members of group {number}.{position}"] = [fqns.get(id(p), "not in a model") for p in group["params"]]
+            state[f"members of group {number}.{position}"] = [
+                fqns.get(id(p), "not in a model") for p in group["params"]
+            ]
             for key, value in group.items():
                 if key != "params":
                     state[f"group {number}.{position} {key}"] = whole(value)
@@ -223,7 +227,10 @@ class _Meeting:
 
     def verdict(self, title: str) -> float:
         worst = sorted(self.ratios.items(), key=lambda item: -item[1])
-        complaints = [*self.complaints, *(f"{name}: {ratio:.3g} times the tolerance" for name, ratio in worst[:8] if ratio > 1)]
+        complaints = [
+            *self.complaints,
+            *(f"{name}: {ratio:.3g} times the tolerance" for name, ratio in worst[:8] if ratio > 1),
+        ]
         assert not complaints, f"{title}:\n" + "\n".join(complaints)
         return worst[0][1] if worst else 0.0
 

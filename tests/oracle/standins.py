@@ -110,7 +110,10 @@ def gathering(step: Step, case: Case, style: str) -> Step:
 
         leaves, spec = pytree.tree_flatten(step(*pytree.tree_map_with_path(whole, args)))
         dims = (*case.outputs, *(None for _ in leaves))
-        own = [leaf if dim is None else leaf.chunk(world.size(), dim)[world.rank()] for leaf, dim in zip(leaves, dims, strict=False)]
+        own = [
+            leaf if dim is None else leaf.chunk(world.size(), dim)[world.rank()]
+            for leaf, dim in zip(leaves, dims, strict=False)
+        ]
         return pytree.tree_unflatten(own, spec)
 
     return wrapped

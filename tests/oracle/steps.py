@@ -209,7 +209,11 @@ def nested(model: nn.Module, optim: Optimizer, batch: dict[str, Any], scale: Ten
     optim.zero_grad()
     predictions = output.detach()
     distances = torch.cdist(predictions, predictions.square())
-    return {"loss": loss.detach(), "outputs": (predictions, [predictions.argmax(1), distances, 2 * len(x)]), "none": None}
+    return {
+        "loss": loss.detach(),
+        "outputs": (predictions, [predictions.argmax(1), distances, 2 * len(x)]),
+        "none": None,
+    }
 
 
 def mixup(model: nn.Module, optim: Optimizer, x: Tensor, y: Tensor) -> Tensor:

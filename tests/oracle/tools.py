@@ -16,7 +16,9 @@ from tests.oracle.case import Parts
 train = steps.basic()
 
 
-def setup(seed: int = 1, build: Callable[[], nn.Module] = models.mlp, **options: Any) -> tuple[nn.Module, optim.Optimizer]:
+def setup(
+    seed: int = 1, build: Callable[[], nn.Module] = models.mlp, **options: Any
+) -> tuple[nn.Module, optim.Optimizer]:
     """A float64 model and an AdamW over it, equal on every rank for equal seeds."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
@@ -57,7 +59,9 @@ def assert_equal(expected: oracle.Record, found: oracle.Record, tolerance: float
     oracle.compare_state(expected, found, tolerance or 1e-300)
 
 
-def continue_alone(model: nn.Module, optimizer: optim.Optimizer, step: Callable[..., Any], seeds: range, W: int) -> oracle.Record:
+def continue_alone(
+    model: nn.Module, optimizer: optim.Optimizer, step: Callable[..., Any], seeds: range, W: int
+) -> oracle.Record:
     """The oracle: the undecorated step over the global batches of `seeds`, then the state."""
     for seed in seeds:
         step(model, optimizer, *global_batch(2 * W, seed))
@@ -88,7 +92,7 @@ def refusal(step: Callable[..., Any], *args: Any, style: str = "fully_shard", **
 
 
 def line(step: Callable[..., Any], text: str) -> str:
-    """"file.py:12", the place of the one line of a function that contains `text`."""
+    """ "file.py:12", the place of the one line of a function that contains `text`."""
     source, first = inspect.getsourcelines(step)
     (offset,) = [offset for offset, source_line in enumerate(source) if text in source_line]
     return f"{inspect.getsourcefile(step)}".rsplit("/", 1)[-1] + f":{first + offset}"

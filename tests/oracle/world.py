@@ -93,8 +93,8 @@ def _serve(conn: Connection, log: str | None) -> None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)
-        sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), write_through=True)
+        sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115  open as long as the process
+        sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115  open as long as the process
     gc.freeze()  # what came with the fork is never garbage: collecting after each job stays cheap
     faulthandler.enable(sys.__stderr__)
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
@@ -182,9 +182,7 @@ class World:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.oracle.preload"])
 
-    def run(
-        self, fn: Callable[..., Any], W: int, *args: Any, catch: bool = False, timeout: float = 300.0
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], W: int, *args: Any, catch: bool = False, timeout: float = 300.0) -> list[Any]:
         """Call `fn(*args)` on W ranks and return their results in order.
 
         Raises:
@@ -236,7 +234,9 @@ class World:
         released = False
         while len(results) < len(workers):
             waiting = [index for index in range(len(workers)) if index not in results]
-            handles = [workers[index].conn for index in waiting] + [workers[index].process.sentinel for index in waiting]
+            handles = [workers[index].conn for index in waiting] + [
+                workers[index].process.sentinel for index in waiting
+            ]
             ready = wait(handles, max(0.0, deadline - time.monotonic()))
             seconds = time.monotonic() - began
             for index in waiting:
