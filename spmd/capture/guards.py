@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -151,6 +151,8 @@ class Guards:
         self.shared_hooks = [*GLOBAL_HOOKS, *(vars(o)[k] for o in objects.optimizers.values() for k in _STEP_HOOKS)]
         self.hook_objects = self._hook_objects()
         self.frozen = [(mapping, key, name, freeze(mapping[key])) for mapping, key, name in readable(objects)]
+        self.attributes = [(vars(m), type(m), frozenset(vars(m)), n) for n, m in objects.submodules()]
+        self.aliases = _aliases(arguments.leaves)
         self.parameters = [t.tensor for t in objects.tensors.values()]
         self.names = [t.name for t in objects.tensors.values()]
         self.flags = list(map(_flags, self.parameters))
@@ -198,6 +200,8 @@ class Guards:
         for guard, leaf in zip(self.leaves, leaves, strict=True):
             if guard is not None and (changed := guard.changed(leaf)):
                 return changed
+        if self.aliases != _aliases(leaves):
+            return Changed("the arguments' memory", None, None, "other arguments share memory than when it was traced")
         return (
             self.scalars.changed()
             or self.members.changed()
@@ -210,6 +214,11 @@ class Guards:
         return [tuple(d.values()) if d else () for d in (*self.hooks, *self.shared_hooks)]
 
     def _check_frozen(self) -> Changed | None:
+        for now, kind, known, fqn in self.attributes:
+            if now.keys() != known and any(hasattr(kind, key) for key in now.keys() - known):
+                return Changed(
+                    fqn, None, None, f"{fqn or kind.__name__} has an attribute of its own where its class's was used"
+                )
         for mapping, key, name, before in self.frozen:
             if key not in mapping or freeze(mapping[key]) != before:
                 return Changed(name, None, None, f"{name} holds something else than when it was traced")
@@ -259,6 +268,13 @@ class Guards:
         self.hook_objects = self._hook_objects()  # spmd's own are in place now
         self.frozen = [(m, key, name, freeze(m[key])) for m, key, name, _ in self.frozen if key in m]
         self._states()
+
+
+def _aliases(leaves: Sequence[Any]) -> list[int]:
+    """For each plain tensor the index of the first one that lies in the same memory."""
+    first: dict[int, int] = {}
+    pointers = [x.untyped_storage().data_ptr() for x in leaves if type(x) is torch.Tensor]
+    return [first.setdefault(p, i) for i, p in enumerate(pointers) if p]
 
 
 def _state_keys(optimizer: torch.optim.Optimizer) -> list[tuple[str, ...]]:

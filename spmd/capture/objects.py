@@ -86,6 +86,10 @@ class Objects:
     tensors: dict[int, Named] = field(default_factory=dict)  # by id of the live tensor
     free: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors in scopes that no module holds
 
+    def names(self) -> set[str]:
+        """Names of all parameters and buffers."""
+        return {t.name for t in self.tensors.values()}
+
     def parameters(self) -> Iterator[Named]:
         return (t for t in self.tensors.values() if t.role is Role.PARAMETER)
 
@@ -118,6 +122,10 @@ def discover(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         finder.visit(value, name)
     finder.function(fn)
     objects = finder.found
+    for kind in {k for m in objects.modules.values() for s in m.modules() for k in type(s).__mro__}:
+        if not _foreign(kind.__module__):
+            for method in vars(kind).values():
+                finder.reads(method)
     _drop_inner_modules(objects)
     _name_tensors(objects)
     return objects
@@ -188,6 +196,9 @@ class _Finder:
                 self._plain_object(owner, "")
         if isinstance(fn, nn.Module):
             return self.visit(fn, "model")
+        if not isinstance(fn, types.FunctionType) and not _foreign(type(fn).__module__):  # an object with __call__
+            self._plain_object(fn, "")
+            fn = type(fn).__call__
         wrapped = getattr(fn, "__wrapped__", None)
         if wrapped is not None:
             self.function(wrapped)
@@ -206,6 +217,15 @@ class _Finder:
             self.visit(
                 fn.__globals__[name], name, inside=_foreign(getattr(type(fn.__globals__[name]), "__module__", ""))
             )
+
+    def reads(self, fn: Any) -> None:
+        """Outer variables of a module's method: guarded, but what they hold doesn't take part in the step by itself."""
+        if not isinstance(fn, types.FunctionType) or id(fn.__code__) in self.seen:
+            return
+        self.seen.add(id(fn.__code__))
+        names = tuple(n for n in _global_names(fn.__code__) if n in fn.__globals__)
+        if names:
+            self.found.scopes.append(Scope(f"global of {fn.__module__}", fn.__globals__, names))
 
     def _plain_object(self, value: Any, name: str) -> None:
         attributes = getattr(value, "__dict__", None)

@@ -138,6 +138,13 @@ def _assign_data(target: torch.Tensor, value: torch.Tensor) -> None:
     if (target.shape, target.dtype, target.device) != (value.shape, value.dtype, value.device):
         what = f"`.data` is assigned a tensor of shape {tuple(value.shape)} and {value.dtype}, over {tuple(target.shape)} and {target.dtype}"
         raise CaptureError(Offence(what, remedy="assign a tensor of the same shape, dtype and device"))
+    if (
+        isinstance(target, FunctionalTensor)
+        and isinstance(value, FunctionalTensor)
+        and target.stride() == value.stride()
+    ):
+        target.elem = value.elem  # as in eager: the same memory as `value` from now on; older aliases keep the old one
+        return
     with torch.no_grad():
         target.copy_(value)
 

@@ -30,13 +30,14 @@ from spmd.capture.inputs import Entry, ItemView
 from spmd.capture.marks import Marks, inner, lift, node_of
 from spmd.capture.objects import Objects, successor
 from spmd.capture.optim import OptimizerTrace, patched_steps
-from spmd.capture.patches import patched
+from spmd.capture.patches import patched, replaced
 from spmd.capture.provenance import Tracker, recording
 from spmd.capture.result import Slot
 from spmd.capture.swap import Substitution, lookup_in, swapped_modules
 from spmd.errors import Offence, SideEffectError
 from spmd.graph.step import Input, Output, Role
 
+_set_rng_state = torch.set_rng_state
 SENTINEL = 0x5EED_AB1E  # tracing draws nothing: a generator that isn't in this state afterwards was seeded by the step
 
 
@@ -131,6 +132,8 @@ class Trace:
                 recording(self.tracker),
                 patched_steps(self.optimizers, self._enter_update, self._leave_update),
                 FunctionalTensorMode(),
+                replaced(torch, set_rng_state=_refuse_rng_state),
+                replaced(torch.random, set_rng_state=_refuse_rng_state),
             ):
                 stack.enter_context(manager)
             try:
@@ -145,7 +148,7 @@ class Trace:
                         )
                     )
             finally:
-                torch.set_rng_state(rng)
+                _set_rng_state(rng)
 
     def _enter_update(self) -> None:
         self.tracker.phase = "update"
@@ -335,6 +338,12 @@ class Trace:
                 Output(Role.USER, f"output[{i}]", alias_of=by_id.get(id(leaf), ""), grad_of=grads.get(id(leaf), "")),
                 leaf,
             )
+
+
+def _refuse_rng_state(*_: Any) -> None:
+    raise SideEffectError(
+        Offence("the step sets torch's random state", remedy="draw outside the step and pass the numbers in")
+    )
 
 
 def step_code(fn: Callable[..., Any]) -> Any:

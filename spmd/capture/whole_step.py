@@ -10,20 +10,20 @@ from typing import Any
 import sympy
 import torch
 
-from spmd._torch import GuardOnDataDependentSymNode
+from spmd._torch import DTensor, GuardOnDataDependentSymNode
 from spmd.capture.arguments import Arguments, batch_dims, flatten
 from spmd.capture.effects import pretended, refuse, settle
 from spmd.capture.fakes import pick_hint
 from spmd.capture.finish import Finished, finish
 from spmd.capture.guards import Guards
 from spmd.capture.inputs import Entry, check_state, list_inputs
-from spmd.capture.objects import Objects, discover
+from spmd.capture.objects import Objects, discover, successor
 from spmd.capture.optim import check_supported
 from spmd.capture.refuse import explain
 from spmd.capture.result import Capture
 from spmd.capture.sizes import note_varying_dims
 from spmd.capture.trace import Plan, Trace, Traced
-from spmd.errors import SpmdError
+from spmd.errors import InputError, Offence, SpmdError
 from spmd.graph.step import Role, StepGraph
 
 
@@ -78,6 +78,7 @@ class _Session:
 
     def run(self) -> Capture:
         traced, finished = self._trace()
+        self._check_aliases(finished)
         clock = time.perf_counter()
         inputs = frozenset(s.input.name for s in finished.slots if s.input.role is Role.HYPER) - finished.specialised
         guards = Guards(self.objects, self.arguments, self.dims, inputs, finished.matters)
@@ -123,6 +124,35 @@ class _Session:
         except Exception:
             return
         note_varying_dims(step.graph, twin.step.graph, self.batch, size)
+
+    def _check_aliases(self, finished: Finished) -> None:
+        """An argument that shares memory with what the step writes would change with it; the graph can't see that."""
+        where = {
+            t.tensor.untyped_storage().data_ptr(): t.name
+            for t in self.objects.tensors.values()
+            if type(t.tensor) is not DTensor
+        }
+        offences = []
+        written = {o.name for o in finished.step.outputs if o.role is Role.USER and o.updates is not None}
+        for path, leaf in zip(self.arguments.paths, self.arguments.leaves, strict=True):
+            if (
+                not isinstance(leaf, torch.Tensor)
+                or isinstance(leaf, DTensor)
+                or id(successor(leaf)) in self.objects.tensors
+            ):
+                continue
+            pointer = leaf.untyped_storage().data_ptr()
+            other = where.get(pointer) if pointer else None
+            if other is not None and (other in self.objects.names() or {path, other} & written):
+                offences.append(
+                    Offence(
+                        f"{path} shares memory with {other}, which the step writes",
+                        remedy=f"pass a copy: {path}.clone()",
+                    )
+                )
+            where.setdefault(pointer, path)
+        if offences:
+            raise InputError(offences)
 
     def _sizes(self) -> set[int]:
         tensors = [
