@@ -10,10 +10,6 @@ from tests.oracle.world import World
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: runs only in `make test-all`")
-
-
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     pool = World()

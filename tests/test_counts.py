@@ -89,6 +89,24 @@ def _records(style: str) -> list[tuple[str, str, str, str, int]]:
     return [(c.role, c.op, str(c.source), c.reason, c.nbytes) for c in collectives]
 
 
+def test_parameters_are_gathered_when_used_and_gradients_reduced_when_made(world: World) -> None:
+    for text in world.run(_program, 2):
+        order = (
+            "param_gather 0.weight",
+            "aten.tanh.",
+            "param_gather 2.weight",
+            "grad_reduce 2.weight",
+            "aten.tanh_backward",
+            "grad_reduce 0.weight",
+        )
+        places = [text.index(words) for words in order]
+        assert places == sorted(places)
+
+
+def _program() -> str:
+    return str(tools.compile(tools.train, passes="none").program(*tools.setup(), *tools.batch()))
+
+
 def test_explaining_runs_nothing(world: World) -> None:
     world.run(_explains, 2)
 

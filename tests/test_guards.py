@@ -118,7 +118,9 @@ def test_one_sample_in_all_is_right(world: World) -> None:
 
 
 def test_a_branch_on_the_size_is_traced_again(world: World) -> None:
-    assert all(2 <= traces <= 4 for traces in world.run(_size_branch, 2))  # one for all sizes, and one for each that doesn't fit it
+    assert all(
+        2 <= traces <= 4 for traces in world.run(_size_branch, 2)
+    )  # one for all sizes, and one for each that doesn't fit it
 
 
 def _size_branch() -> int:

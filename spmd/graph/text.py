@@ -82,11 +82,10 @@ def format_arg(a: Any, names: Mapping[fx.Node, str]) -> str:
 
 def fingerprint_lines(graph: LocalGraph) -> list[str]:
     """The program of a rank, one line a node, equal on all ranks that run the same program: no local shapes, no group names."""
-    step, lines = graph.step, []
+    step = graph.step
     placeholders = graph.graph.find_nodes(op="placeholder", sort=True)
     names = {node: spec.name for node, spec in zip(placeholders, step.inputs, strict=False)}
-    for spec, whole, layouts in zip(step.inputs, step.placeholders, graph.inputs, strict=True):
-        lines.append(f"{spec.role} {spec.name}: {value_text(whole.meta['val'])} {', '.join(map(str, layouts or ()))}")
+    lines = []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             continue
@@ -95,4 +94,9 @@ def fingerprint_lines(graph: LocalGraph) -> list[str]:
             args = f"{format_arg(node.args[0], names)}, axis {note.axis}, {note.role} of {note.fqn or note.value}"
         source = source_of(node)
         lines.append(f"{node.name} = {target_text(node.target)}({args})" + (f"  # {source}" if source else ""))
+    inputs = zip(step.inputs, step.placeholders, graph.inputs, strict=True)
+    lines += sorted(  # state that was there when the step was traced comes in another order than state that wasn't
+        f"{spec.role} {spec.name}: {value_text(whole.meta['val'])} {', '.join(map(str, layouts or ()))}"
+        for spec, whole, layouts in inputs
+    )
     return lines

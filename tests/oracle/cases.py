@@ -84,12 +84,12 @@ def with_flag(B: int) -> tuple[Tensor, Tensor, float, bool]:
 # ---- optimizers
 
 
-def over(kind: type[optim.Optimizer], **options: Any) -> Callable[..., optim.Optimizer]:
+def over(kind: Callable[..., optim.Optimizer], **options: Any) -> Callable[..., optim.Optimizer]:
     """An optimizer over every parameter of every model."""
     return lambda *modules: kind([p for module in modules for p in module.parameters()], **options)
 
 
-def groups(kind: type[optim.Optimizer], **options: Any) -> Callable[[nn.Module], optim.Optimizer]:
+def groups(kind: Callable[..., optim.Optimizer], **options: Any) -> Callable[[nn.Module], optim.Optimizer]:
     """Two groups with different rates and weight decays, and the last parameter in neither."""
 
     def build(model: nn.Module) -> optim.Optimizer:
@@ -160,7 +160,7 @@ def evaluates(parts: Parts, index: int) -> None:
 
 
 def thaws(parts: Parts, index: int) -> None:
-    parts.models[0].frozen.requires_grad_(index == 0)  # type: ignore[operator, union-attr]
+    parts.models[0].frozen.requires_grad_(index == 0)
 
 
 def rescales(parts: Parts, index: int) -> None:
@@ -195,8 +195,8 @@ def _hooked() -> nn.Module:
     """Hooks set before compiling: on a module, and on a parameter before and after accumulation."""
     model = models.mlp()
     model[1].register_forward_hook(lambda module, args, output: output + 0.5)
-    model[0].weight.register_hook(lambda grad: 2 * grad)  # type: ignore[operator, union-attr]
-    model[2].bias.register_post_accumulate_grad_hook(_halve)  # type: ignore[operator, union-attr]
+    model[0].weight.register_hook(lambda grad: 2 * grad)  # type: ignore[operator]
+    model[2].bias.register_post_accumulate_grad_hook(_halve)  # type: ignore[operator]
     return model
 
 
@@ -218,6 +218,7 @@ def _parameters() -> Iterable[Case]:
     yield Case("params_tied", models.Tied, steps.basic(steps.tokens), words, adamw)
     yield Case("params_twice", models.Twice, step, regression, adamw)
     yield Case("params_complex", models.Complex, step, regression, over(optim.SGD, lr=0.01))
+    yield Case("params_mixed", models.Mixed, steps.basic(clip=1.0), single, momentum, tolerance=5e-2)
     yield Case("params_thawed", models.Partly, step, regression, adamw, between=thaws)
     yield Case("params_two_optims", models.mlp, steps.two_rates, regression, _halves)
 

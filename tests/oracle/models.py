@@ -137,7 +137,7 @@ class CNN(nn.Module):
         self.norm: nn.Module = nn.BatchNorm2d(6) if batch_norm else nn.GroupNorm(2, 6)
         self.head = nn.Linear(28, 3)
         if channels_last:
-            self.to(memory_format=torch.channels_last)
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv1(x)))
@@ -209,7 +209,7 @@ class _Reversed(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return -0.5 * grad
 
 
@@ -223,6 +223,22 @@ class Reversal(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = _Reversed.apply(self.below(x))
         return self.above(hidden + (hidden.round() - hidden).detach())
+
+
+class Mixed(nn.Module):
+    """Linear layers in bfloat16 around a norm in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = (
+            nn.Linear(5, 7).bfloat16(),
+            nn.LayerNorm(7).float(),
+            nn.Linear(7, 3).bfloat16(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x.bfloat16()).float())
+        return self.head(hidden.bfloat16()).float()
 
 
 class Complex(nn.Module):
@@ -239,7 +255,9 @@ class Complex(nn.Module):
 
 def transformers_model(kind: str) -> nn.Module:
     """A tiny model of the `transformers` package, in training mode, dropout as its config has it."""
-    import transformers as hf
+    import transformers
+
+    hf: Any = transformers
 
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     if kind == "gpt2":

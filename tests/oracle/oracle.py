@@ -130,7 +130,7 @@ def share(batch: tuple[Any, ...], names: list[str], case: Case, rank: int, W: in
 def whole(value: Any) -> Any:
     """A private copy of a value, gathered if it's a DTensor. Collective: every rank calls it in the same order."""
     if isinstance(value, DTensor):
-        return value.detach().full_tensor().clone()
+        return value.full_tensor().detach().clone()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -156,9 +156,9 @@ def snapshot(parts: Parts) -> dict[str, Any]:
             for key, value in group.items():
                 if key != "params":
                     state[f"group {number}.{position} {key}"] = whole(value)
-        for parameter, entries in optim.state.items():
+        for owner, entries in optim.state.items():
             for key, value in entries.items():
-                state[f"state {number} {fqns.get(id(parameter), 'not in a model')} {key}"] = whole(value)
+                state[f"state {number} {fqns.get(id(owner), 'not in a model')} {key}"] = whole(value)
     return state
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 
-import functorch  # noqa: F401
+import functorch  # type: ignore[import-untyped]  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed.tensor

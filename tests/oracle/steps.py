@@ -122,7 +122,7 @@ def manual_sgd(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter -= 0.1 * parameter.grad
+                parameter.sub_(0.1 * parameter.grad)
                 parameter.grad = None
     return loss.detach()
 
@@ -266,7 +266,7 @@ def closure_of_optimizer(model: nn.Module, optim: Optimizer, x: Tensor, y: Tenso
         loss.backward()
         return loss
 
-    return optim.step(closure).detach()  # type: ignore[arg-type, union-attr]
+    return optim.step(closure).detach()  # type: ignore[arg-type, attr-defined]
 
 
 def item_returned(model: nn.Module, optim: Optimizer, x: Tensor, y: Tensor) -> tuple[float, int]:

@@ -96,8 +96,8 @@ def _serve(conn: Connection, log: str | None) -> None:
         sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115  open as long as the process
         sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115  open as long as the process
     gc.freeze()  # what came with the fork is never garbage: collecting after each job stays cheap
-    faulthandler.enable(sys.__stderr__)
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, file=2)
     while True:
         try:
             data = conn.recv_bytes()
