@@ -137,13 +137,13 @@ def _arguments(objects: Objects, arguments: Arguments, dims: dict[int, int], lif
             yield Entry(input, Slot(input, leaf=i), value)
 
 
-def check_state(objects: Objects) -> None:
+def check_state(objects: Objects, arguments: Arguments) -> None:
     """Refuses state that can't be one coherent model.
 
     Raises:
         StateError: an optimizer holds tensors that no module does, tensors overlap in memory, or devices differ.
     """
-    offences = [*_orphans(objects), *_overlaps(objects), *_devices(objects)]
+    offences = [*_orphans(objects), *_overlaps(objects), *_devices(objects, arguments)]
     if offences:
         raise StateError(offences)
 
@@ -180,12 +180,16 @@ def _overlaps(objects: Objects) -> Iterator[Offence]:
                 )
 
 
-def _devices(objects: Objects) -> Iterator[Offence]:
+def _devices(objects: Objects, arguments: Arguments) -> Iterator[Offence]:
     by_device: dict[torch.device, str] = {}
     for t in objects.tensors.values():
         by_device.setdefault(t.tensor.device, t.name)
+    for path, leaf in zip(arguments.paths, arguments.leaves, strict=True):
+        if by_device and isinstance(leaf, torch.Tensor) and leaf.dim():  # 0-dim tensors mix with any device
+            by_device.setdefault(leaf.device, path)
     if len(by_device) > 1:
         listing = ", ".join(f"{name} on {device}" for device, name in by_device.items())
         yield Offence(
-            f"the model's tensors lie on several devices: {listing}", remedy="move the whole model to one device"
+            f"the model's tensors and the arguments lie on several devices: {listing}",
+            remedy="move the model and the batch to one device",
         )

@@ -71,7 +71,7 @@ class _Session:
         self.objects: Objects = discover(fn, args, kwargs)
         self.arguments: Arguments = flatten(fn, args, kwargs)
         check_supported(self.objects.optimizers)
-        check_state(self.objects)
+        check_state(self.objects, self.arguments)
         self.dims, self.local = batch_dims(self.arguments, batch_dim, replicated)
         self.batch = None if self.local is None else global_batch(self.local)
         self.seconds: dict[str, float] = {}
@@ -191,7 +191,8 @@ class _Session:
         changes = trace.effects.changes
         if not changes:
             return
-        refuse([c for c in changes if not c.settles])
+        if not all(c.settles for c in changes):
+            refuse([c for c in changes if not c.is_tensor])
         with pretended(changes) as stand_ins:
             again = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
             second = again.run()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spmd.graph.step import Role, StepGraph
 from spmd.sharding.constraints import Constraints
-from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded
+from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, shard
 from spmd.sharding.rule import Call, Rule, Transfer
 from spmd.sharding.table import rule_for
 
@@ -69,16 +69,19 @@ def propagate(step: StepGraph, constraints: Constraints, world: int) -> Plan:
     return Propagation(step, constraints, world).run()
 
 
-def batch_shard(node: fx.Node) -> Sharded | None:
-    """The batch shard of a value in which exactly one dim carries the batch."""
+def batch_shard(node: fx.Node, share: bool = True) -> Sharded | None:
+    """The batch shard of a value in which exactly one dim carries the batch.
+
+    share: only where the dim is a multiple of the batch, so that a part is a rank's share; else a part of the batch will do (a micro-batch).
+    """
     varies, val = node.meta.get("varies"), node.meta.get("val")
     if varies is None or not isinstance(val, torch.Tensor):
         return None
     dims = [(d, c) for d, c in enumerate(varies) if c is not None]
-    if len(dims) != 1 or not dims[0][1]:
+    if len(dims) != 1 or (share and not dims[0][1]):
         return None
     d, scale = dims[0]
-    return Sharded(d, 1, val.shape[d] // scale, scale)
+    return Sharded(d, 1, val.shape[d] // scale, scale) if scale else shard(d, val.shape[d])
 
 
 class Propagation:
@@ -177,7 +180,7 @@ class Propagation:
         beside_state = any(
             isinstance(p, Sharded) and self.kind.get(x) == STATE for x, p in zip(call.tensors, current, strict=True)
         )
-        share = batch_shard(call.tensors[i]) if rule.heavy or beside_state else None
+        share = batch_shard(call.tensors[i], share=False) if rule.heavy or beside_state else None
         return share.canonical(self.world) if share is not None else None
 
     def keeps_partial(self, x: fx.Node) -> bool:
