@@ -16,23 +16,28 @@ from tests.oracle.world import World
 WORLDS = (1, 2, 3, 4)
 
 
-def _usual(case: Case, style: str, W: int, single: bool) -> bool:
-    """What runs each time: every case sharded unevenly, most also replicated, a few at every size. `make test-all` runs the rest.
+# Replicated, these say no more than sharded: the optimizers' arithmetic is the same, and so are the models' layers.
+ONLY_SHARDED = ("optim_", "cnn", "gpt", "lstm", "batch_changes", "lr_", "params_groups", "closing_over", "method")
 
-    One rank more than needed costs as much as another case, and the optimizers' arithmetic doesn't care about the style.
+
+def _usual(case: Case, style: str, W: int, single: bool) -> bool:
+    """What runs each time: every case sharded unevenly, most also replicated, a few at every size; `make test-all` runs the rest.
+
+    A rank costs as much as a case: each traces for itself.
     """
     if case.needs:
         return (style, W, single) == ("fully_shard", 2, False)
     if case.name in REPRESENTATIVE:
-        return (style, W, single) in {
+        usual = {
             ("fully_shard", 1, False),
             ("replicate", 2, False),
             ("fully_shard", 3, False),
             ("fully_shard", 4, True),
         }
+        return (style, W, single) in usual
     if style == "replicate":
-        return (W, single) == (2, False) and not case.name.startswith("optim_")
-    return (W, single) == (3, False)
+        return (W, single) == (2, False) and not case.name.startswith(ONLY_SHARDED)
+    return (W, single) == (2 if case.name.startswith("optim_") else 3, False)
 
 
 def _matrix() -> Iterator[Any]:

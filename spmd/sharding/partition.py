@@ -247,7 +247,8 @@ class Partition:
             str(a),
             str(b),
             reason,
-            source_of(reader) if reader is not None else None,
+            (source_of(reader) if reader is not None else None)
+            or source_of(x),  # what's returned has the line that made it
         )
 
     def layout(self, x: fx.Node) -> Layout | None:
