@@ -22,14 +22,7 @@ NAMES = (
 
 @pytest.mark.parametrize(("style", "W"), [("replicate", 3), ("fully_shard", 4)])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_reduction_and_one_gather_a_parameter(
-    world: World, name: str, style: str, W: int, request: pytest.FixtureRequest
-) -> None:
-    if (name, style) == ("params_odd", "fully_shard"):
-        reason = (
-            "a column is used on its shard, and what comes of it is gathered: tagged as a value, not as its parameter"
-        )
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_one_reduction_and_one_gather_a_parameter(world: World, name: str, style: str, W: int) -> None:
     for reduced, gathered, trained, sharded in world.run(_tags, W, name, style):
         assert reduced == Counter(trained)
         assert gathered == Counter(sharded if style == "fully_shard" else ())

@@ -340,6 +340,7 @@ def select(call: Call) -> Rule:
         [[None if j == d else j for j in range(n)]],
         [[j for j in range(n) if j != d]] * len(call.outputs),
         linear=((0,),),
+        view=call.name == "select",
     )
 
 
