@@ -7,27 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.fx as fx
 
-from spmd._torch import FakeTensorMode, make_fx
-from spmd.debug import run_lockstep
-from spmd.graph.step import Input, Output, Role, StepGraph
-from spmd.sharding.layout import Layout, Partial, R, Sharded, join, shard, take
-from spmd.sharding.partition import Axis, partition
+from spmd.graph.step import StepGraph
+from spmd.sharding.layout import Layout, Partial, R, Sharded, join, shard
 from spmd.sharding.propagate import Choice, Plan
 from spmd.sharding.rule import Call
 from spmd.sharding.table import TABLE, rule_for
+from tests.parts import F64, ints, rand, run, step_graph
 
 aten = torch.ops.aten
-F64 = torch.float64
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=F64)
-
-
-def ints(high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, high, shape)
 
 
 # One call or more for each row: sizes 7, 5, 4 and 3 don't divide, 6 does.
@@ -172,34 +160,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         (rand(7, 4), rand(7, 4), rand(7, 4), rand(7, 4).abs(), torch.tensor(3.0)),
     ),
 }
-
-
-def trace(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> fx.GraphModule:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    return make_fx(fn, tracing_mode="fake")(*args) if fake else None  # type: ignore[return-value]
-
-
-def step_graph(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> StepGraph:
-    module = trace(fn, args)
-    results = torch.utils._pytree.tree_leaves(module.graph.output_node().args[0])
-    module.graph.output_node().args = (tuple(results),)
-    inputs = tuple(Input(Role.USER, f"x{i}") for i in range(len(args)))
-    return StepGraph(module, inputs, tuple(Output(Role.USER, f"y{i}") for i in range(len(results))))
-
-
-def run(step: StepGraph, plan: Plan, world: int, args: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
-    graphs = [partition(step, plan, Axis(world, r, "0")) for r in range(world)]
-    places = [plan.layouts[ph] for ph in step.placeholders]
-    parts = [pieces(x, p, world) for x, p in zip(args, places, strict=True)]
-    return run_lockstep(graphs, [[x[r] for x in parts] for r in range(world)])
-
-
-def pieces(x: torch.Tensor, layout: Layout, world: int) -> list[torch.Tensor]:
-    """Each rank's part; summands that are all unlike the whole."""
-    if layout == Partial() and x.is_floating_point():
-        first = [torch.randn_like(x) for _ in range(world - 1)]
-        return [*first, x - sum(first)]
-    return [take(x, layout, world, r).contiguous() for r in range(world)]
 
 
 def transfers(name: str, world: int) -> list[tuple[int, int, list[Layout], list[Layout]]]:

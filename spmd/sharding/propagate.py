@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spmd.graph.step import Role, StepGraph
 from spmd.sharding.constraints import Constraints
+from spmd.sharding.decompose import decompose, decomposition
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, shard
 from spmd.sharding.rule import Call, Rule, Transfer
 from spmd.sharding.table import rule_for
@@ -94,31 +95,31 @@ class Propagation:
         self.rules: dict[fx.Node, tuple[Call, Rule | None]] = {}
 
     def run(self) -> Plan:
-        inputs = iter(zip(self.step.inputs, self.constraints.inputs, strict=True))
+        placeholders = self.step.placeholders
+        for node, spec, layout in zip(placeholders, self.step.inputs, self.constraints.inputs, strict=True):
+            self.plan.layouts[node] = layout
+            self.kind[node] = BATCH if spec.role is Role.USER else STATE
+            if spec.role is not Role.USER:
+                self.plan.views[node] = node
         for node in self.step.graph.nodes:
-            if node.op == "placeholder":
-                spec, layout = next(inputs)
-                self.plan.layouts[node] = layout
-                self.kind[node] = BATCH if spec.role is Role.USER else STATE
-                if spec.role is not Role.USER:
-                    self.plan.views[node] = node
-            elif node.op == "output":
-                wanted = zip(self.step.outputs, node.args[0], self.constraints.outputs, strict=True)
-                self.plan.outputs = [None if spec.alias_of else self.output(x, want) for spec, x, want in wanted]
-            elif node.target is operator.getitem and not isinstance(
-                self.plan.layouts[node.args[0]], (Replicated, Partial, Sharded, type(None))
-            ):
-                self.plan.layouts[node] = self.plan.layouts[node.args[0]][node.args[1]]
-                self.kind[node] = self.kind.get(node.args[0], "")
-            elif node.op == "get_attr":
-                self.plan.layouts[node] = R
-            else:
-                self.place(node)
+            if node.op in ("call_function", "get_attr"):
+                self.visit(node)
+        wanted = zip(self.step.outputs, self.step.results, self.constraints.outputs, strict=True)
+        self.plan.outputs = [None if spec.alias_of else self.output(x, want) for spec, x, want in wanted]
         if self.world > 1:
             sink(self.step, self.plan)
         return self.plan
 
     # ---------------------------------------------------------------------------------------------- one node
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            self.plan.layouts[node] = R
+        elif node.target is operator.getitem and isinstance(self.plan.layouts[node.args[0]], (tuple, list)):
+            self.plan.layouts[node] = self.plan.layouts[node.args[0]][node.args[1]]
+            self.kind[node] = self.kind.get(node.args[0], "")
+        else:
+            self.place(node)
 
     def rule(self, node: fx.Node) -> tuple[Call, Rule | None]:
         if node not in self.rules:
@@ -129,6 +130,11 @@ class Propagation:
     def place(self, node: fx.Node) -> None:
         call, rule = self.rule(node)
         current = [self.read(x, node) for x in call.tensors]
+        instead = decomposition(call, current) if self.world > 1 else None
+        if instead is not None and call.tensors[instead.operand] not in self.plan.views:
+            for new in decompose(self.step.graph, node, instead.function):
+                self.visit(new)
+            return
         best: tuple[float, list[Layout | None], list[Layout], str, bool] | None = None
         for wants, outs, kind, linear in self.candidates(call, rule, current):
             cost = self.cost(call, rule, current, wants, outs, kind, linear)
