@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from spmd.graph.step import StepGraph
+from spmd.sharding.constraints import Constraints
 from spmd.sharding.layout import Layout, Partial, R, Sharded, join, shard
-from spmd.sharding.propagate import Choice, Plan
+from spmd.sharding.partition import Axis, partition
+from spmd.sharding.propagate import Choice, Plan, propagate
 from spmd.sharding.rule import Call
 from spmd.sharding.table import TABLE, rule_for
 from tests.parts import F64, ints, rand, run, step_graph
@@ -54,6 +56,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "select_backward": (lambda x: aten.select_backward.default(x, [7, 4], 1, 2), (rand(7),)),
     "select_scatter": (lambda x, y: aten.select_scatter.default(x, y, 1, 2), (rand(7, 4), rand(7))),
     "cat": (lambda x, y: aten.cat.default([x, y], 1), (rand(7, 4), rand(7, 2))),
+    "cat_rows": (lambda x, y: aten.cat.default([x, y], 0), (rand(7, 4), rand(7, 4))),
     "cat_legacy": (lambda x, y: aten.cat.default([x, y], 0), (torch.zeros(0, dtype=F64), rand(7, 2))),
     "stack": (lambda x, y: aten.stack.default([x, y], 1), (rand(7, 4), rand(7, 4))),
     "pad": (lambda x: aten.constant_pad_nd.default(x, [1, 2], 0), (rand(7, 4),)),
@@ -243,6 +246,27 @@ MUST_SPLIT = {
 @pytest.mark.parametrize("name", sorted(MUST_SPLIT))
 def test_rules_that_matter_exist(name: str) -> None:
     assert any(i == 0 or d == 0 for i, d, *_ in transfers(name, 2))
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_pieces_of_the_batch_are_joined_and_cut_without_moving(world: int) -> None:
+    """Two views of a batch in one tensor, as in contrastive losses: whole blocks of a split dim."""
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        joined = aten.cat.default([x, y, x * 2], 0)
+        first = aten.slice.Tensor(joined, 0, None, 14)
+        parts = aten.split_with_sizes.default(joined, [7, 14])
+        padded = aten.slice_backward.default(aten.slice.Tensor(joined, 0, 7, 14), [21, 4], 0, -14, -7, 1)
+        return first[:7] * joined[7:14], parts[0] + y, (parts[1] * first).sum([1]), padded.sum([0])
+
+    args = rand(7, 4), rand(7, 4)
+    step = step_graph(chain, args)
+    plan = propagate(step, Constraints((shard(0, 7),) * 2, (shard(0, 7), shard(0, 7), Sharded(0, 2, 7, 1), R)), world)
+    results = run(step, plan, world, args)
+    for parts, place, want in zip(zip(*results, strict=True), plan.outputs, chain(*args), strict=True):
+        assert place is not None
+        torch.testing.assert_close(join(list(parts), place), want)
+    assert [c.op for c in partition(step, plan, Axis(world, 0, "0")).collectives] == ["all_reduce"]
 
 
 SHARDS = [R, Partial(), shard(0, 7), shard(1, 6), Sharded(1, 2, 3, 1), Sharded(1, 1, 3, 2), Sharded(1, 3, 2, 1)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from spmd.sharding import emit
-from spmd.sharding.rule import Call, Rule, Shape, ViewRule, labelled
+from spmd.sharding.rule import BlockRule, Call, Rule, Shape, ViewRule, labelled
 
 aten = torch.ops.aten
 Linear = tuple[tuple[int, ...], ...]
@@ -29,7 +31,7 @@ def pointwise(call: Call, linear: Linear = NONE, **options: Any) -> Rule:
     """Each output element depends on the aligned input elements alone."""
     out = main_output(call)
     linear = tuple(group for group in linear if max(group) < len(call.inputs))
-    outs = [None if o is None else list(range(len(o))) for o in call.outputs]
+    outs = [list(range(len(o))) if o == out else None for o in call.outputs]  # an unused output is empty
     return labelled([aligned(s, out) for s in call.inputs], outs, linear=linear, **options)
 
 
@@ -218,7 +220,9 @@ def attention(call: Call) -> Rule:
     first = 1 if call.name.endswith("backward") else 0
     same_heads = len({s[1] for s in call.inputs[first : first + 3]}) == 1
     operands = [j for j, s in enumerate(call.inputs) if j < first + 3 or len(s) >= 3]
-    return leading(call, 2 if same_heads else 1, operands=operands, nonempty=True, heavy=True)
+    rule = leading(call, 2 if same_heads else 1, operands=operands, nonempty=True, heavy=True)
+    seeds = [o is None or len(o) < 3 for o in call.outputs]  # of a dropout that isn't drawn
+    return replace(rule, outputs=tuple(None if s else labels for s, labels in zip(seeds, rule.outputs, strict=True)))
 
 
 def einsum(call: Call, equation: str) -> Rule:
@@ -319,18 +323,31 @@ def index_select(call: Call) -> Rule | None:
 
 
 def window(call: Call, linear: Linear = ((0,),)) -> Rule | None:
-    """Cuts along one dim: slice, split, unfold, diff and their adjoints. A cut that keeps the whole dim may be split."""
+    """Cuts along one dim: slice, split, unfold and their adjoints."""
     n = len(call.inputs[0])
     if n == 0:
         return None
     d = call.dims(call.arg("dim" if call.has("dim") else "dimension", 0), n)[0]
-    out = main_output(call)
-    whole = call.name in ("slice", "slice_backward") and out[d] == call.inputs[0][d]
-    labels = [None if j == d and not whole else j for j in range(n)]
+    labels = [None if j == d else j for j in range(n)]
+    ins = [labels] * len(call.inputs)
     outs = [None if o is None else labels + [None] * (len(o) - n) for o in call.outputs]
+    cuts = blocks_of(call)
+    if cuts is None:
+        return labelled(ins, outs, linear=linear, sizes="input_sizes" if call.has("input_sizes") else "")
+    lengths = tuple(s[d] for s in call.inputs), tuple(o[d] for o in call.outputs if o is not None)
+    sizes = "input_sizes" if call.has("input_sizes") else ""
     return labelled(
-        [labels] * len(call.inputs), outs, linear=linear, sizes="input_sizes" if call.has("input_sizes") else ""
+        ins, outs, BlockRule, linear=linear, sizes=sizes, emit=emit.blocks, dim=d, lengths=lengths, cuts=cuts
     )
+
+
+def blocks_of(call: Call) -> tuple[int, ...] | None:
+    """Where a slice or a split cuts the whole; None for other windows."""
+    if call.name in ("slice", "slice_backward") and call.arg("step") == 1:
+        return emit.slice_bounds(call)
+    if call.name == "split_with_sizes":
+        return tuple(itertools.accumulate(call.arg("split_sizes")))
+    return None
 
 
 def select(call: Call) -> Rule:
@@ -361,7 +378,8 @@ def cat(call: Call) -> Rule:
     d = call.dims(call.arg("dim", 0), n)[0]
     labels = [None if j == d else j for j in range(n)]
     ins = [labels if len(s) == n else [None] * len(s) for s in call.inputs]  # a legacy empty (0,) operand has no say
-    return labelled(ins, [labels], linear=(tuple(range(len(ins))),))
+    lengths = tuple(s[d] if len(s) == n else 0 for s in call.inputs), (out[d],)
+    return labelled(ins, [labels], BlockRule, linear=(tuple(range(len(ins))),), dim=d, lengths=lengths)
 
 
 def stack(call: Call) -> Rule:

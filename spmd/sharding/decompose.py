@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from spmd._torch import FakeTensorMode, make_fx
+from spmd._torch import make_fx
 from spmd.sharding.layout import Layout, Sharded
 from spmd.sharding.rule import Call
 
@@ -74,7 +74,7 @@ def replace(graph: fx.Graph, node: fx.Node, results: Any) -> None:
     else:
         for user in list(node.users):
             assert user.target is operator.getitem
-            result = results[user.args[1]]  # type: ignore[index]
+            result = results[user.args[1]]
             result.meta = {**user.meta, "val": result.meta["val"]}
             user.replace_all_uses_with(result)
             graph.erase_node(user)

@@ -4,78 +4,75 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 
-from spmd.sharding.layout import Layout, Partial, RankInt, Sharded
+from spmd.sharding.build import Build
+from spmd.sharding.layout import Layout, Partial, RankInt, Sharded, bounds
 from spmd.sharding.rule import Call, has_empty
-
-if TYPE_CHECKING:
-    from spmd.sharding.build import Build
 
 aten = torch.ops.aten
 
 
-def reshape(
-    build: Build,
-    call: Call,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    wants: Sequence[Layout | None],
-    outs: Sequence[Layout],
-) -> fx.Node:
+@dataclass
+class Expansion:
+    """One op call on its way into the local graph: its local arguments, and the layouts they and its outputs have."""
+
+    build: Build
+    call: Call
+    args: list[Any]
+    kwargs: dict[str, Any]
+    wants: Sequence[Layout | None]
+    outs: Sequence[Layout]
+
+    def run(self) -> fx.Node:
+        """The op itself on the local arguments."""
+        return self.build.op(self.call.target, *self.args, **self.kwargs)
+
+    def put(self, name: str, value: Any) -> None:
+        """Replace the argument called `name`."""
+        place = self.call.position(name)
+        if place < len(self.args):
+            self.args[place] = value
+        else:
+            self.kwargs[name] = value
+
+
+def reshape(x: Expansion) -> fx.Node:
     """A view of the local part: by the local output shape, since a dim of the batch may be 1 here and not there."""
-    if call.name == "unsqueeze":
-        return build.op(call.target, *args, **kwargs)
-    return build.view(args[0], build.local(call.outputs[0] or (), outs[0]))
+    if x.call.name == "unsqueeze":
+        return x.run()
+    return x.build.view(x.args[0], x.build.local(x.call.outputs[0] or (), x.outs[0]))
 
 
-def mean(
-    build: Build,
-    call: Call,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    wants: Sequence[Layout | None],
-    outs: Sequence[Layout],
-) -> fx.Node:
+def mean(x: Expansion) -> fx.Node:
     """A sum over the global count where a reduced dim is split."""
-    if not (isinstance(outs[0], Partial) and isinstance(wants[0], Sharded)):
-        return build.op(call.target, *args, **kwargs)
+    if not (isinstance(x.outs[0], Partial) and isinstance(x.wants[0], Sharded)):
+        return x.run()
+    call, build = x.call, x.build
     dims, count = call.dims(call.arg("dim"), len(call.inputs[0])), 1
     for d in dims:
         count *= call.inputs[0][d]
     dtype = call.values[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype  # the sum of halves overflows
-    total = build.op(aten.sum.dim_IntList, args[0], dims, bool(call.arg("keepdim", False)), dtype=wide)
+    total = build.op(aten.sum.dim_IntList, x.args[0], dims, bool(call.arg("keepdim", False)), dtype=wide)
     mean = build.op(aten.div.Scalar, total, count)
     return mean if wide is dtype else build.op(aten._to_copy.default, mean, dtype=dtype)
 
 
-def extremum(
-    build: Build,
-    call: Call,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    wants: Sequence[Layout | None],
-    outs: Sequence[Layout],
-) -> fx.Node:
+def extremum(x: Expansion) -> fx.Node:
     """max, min, any, all: a rank with an empty shard contributes the identity, appended on every rank alike."""
-    s = wants[0]
-    if isinstance(outs[0], Partial) and isinstance(s, Sharded) and has_empty(s, build.world):
-        dtype = call.tensors[0].meta["val"].dtype
-        shape = list(build.val(args[0]).shape)
-        shape[s.dim] = 1
-        row = build.op(
-            aten.full.default,
-            shape,
-            identity(outs[0].op, dtype, call.name in ("any", "all")),
-            dtype=dtype,
-            device=build.val(args[0]).device,
-        )
-        args = [build.op(aten.cat.default, [args[0], row], s.dim), *args[1:]]
-    return build.op(call.target, *args, **kwargs)
+    build, s, out = x.build, x.wants[0], x.outs[0]
+    if isinstance(out, Partial) and isinstance(s, Sharded) and has_empty(s, build.world):
+        val = build.val(x.args[0])
+        shape = [1 if d == s.dim else n for d, n in enumerate(val.shape)]
+        value = identity(out.op, val.dtype, x.call.name in ("any", "all"))
+        row = build.op(aten.full.default, shape, value, dtype=val.dtype, device=val.device)
+        x.args[0] = build.op(aten.cat.default, [x.args[0], row], s.dim)
+    return x.run()
 
 
 def identity(op: str, dtype: torch.dtype, logical: bool) -> float | int:
@@ -87,46 +84,53 @@ def identity(op: str, dtype: torch.dtype, logical: bool) -> float | int:
     return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
 
 
-def group_norm(
-    build: Build,
-    call: Call,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    wants: Sequence[Layout | None],
-    outs: Sequence[Layout],
-) -> fx.Node:
+def blocks(x: Expansion) -> fx.Node:
+    """Slices and splits between the blocks of a split dim: their bounds count in local blocks."""
+    s, dim = x.wants[0], x.call.dims(x.call.arg("dim", 0), len(x.call.inputs[0]))
+    if not isinstance(s, Sharded) or s.dim not in dim:
+        return x.run()
+    start, end = bounds(s.n, x.build.world, x.build.rank)
+
+    def local(n: int) -> RankInt:
+        times = n // (s.n * s.inner) * s.inner
+        return RankInt((end - start) * times, f"chunk({s.n})*{times}")
+
+    if x.call.has("split_sizes"):
+        x.put("split_sizes", [local(n) for n in x.call.arg("split_sizes")])
+    else:
+        first, last = slice_bounds(x.call)
+        x.put("start", local(first))
+        x.put("end", local(last))
+    return x.run()
+
+
+def slice_bounds(call: Call) -> tuple[int, int]:
+    """Start and end of slice and slice_backward, as offsets in the whole."""
+    whole = call.arg("input_sizes") or call.inputs[0]
+    (d,) = call.dims(call.arg("dim", 0), len(whole))
+    first, last, _ = slice(call.arg("start"), call.arg("end")).indices(whole[d])
+    return first, max(first, last)
+
+
+def group_norm(x: Expansion) -> fx.Node:
     """The batch size is an argument of its own."""
-    args[call.position("N")] = build.local(call.inputs[0], wants[0])[0]
-    return build.op(call.target, *args, **kwargs)
+    x.put("N", x.build.local(x.call.inputs[0], x.wants[0])[0])
+    return x.run()
 
 
-def input_size(
-    build: Build,
-    call: Call,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    wants: Sequence[Layout | None],
-    outs: Sequence[Layout],
-) -> fx.Node:
+def input_size(x: Expansion) -> fx.Node:
     """Adjoints of resizing repeat the shape of what they yield."""
-    args[call.position("input_size")] = list(build.local(call.outputs[0] or (), outs[0]))
-    return build.op(call.target, *args, **kwargs)
+    x.put("input_size", list(x.build.local(x.call.outputs[0] or (), x.outs[0])))
+    return x.run()
 
 
-def restrided(
-    build: Build,
-    call: Call,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    wants: Sequence[Layout | None],
-    outs: Sequence[Layout],
-) -> fx.Node:
+def restrided(x: Expansion) -> fx.Node:
     """as_strided addresses memory: its input must lie as it did when the step was traced."""
-    traced = call.tensors[0].meta["val"]
-    if build.val(args[0]).stride() != traced.stride():
-        home = build.op(aten.new_empty_strided.default, args[0], list(traced.shape), list(traced.stride()))
-        args[0] = build.op(aten.copy.default, home, args[0])
-    return build.op(call.target, *args, **kwargs)
+    build, traced = x.build, x.call.tensors[0].meta["val"]
+    if build.val(x.args[0]).stride() != traced.stride():
+        home = build.op(aten.new_empty_strided.default, x.args[0], list(traced.shape), list(traced.stride()))
+        x.args[0] = build.op(aten.copy.default, home, x.args[0])
+    return x.run()
 
 
 def first_only(build: Build, x: fx.Node, rank: int) -> fx.Node:

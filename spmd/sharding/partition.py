@@ -20,6 +20,7 @@ from spmd.graph.local import Collective, LocalGraph, settle
 from spmd.graph.provenance import source_of, where
 from spmd.graph.step import STORED, Output, Role, StepGraph
 from spmd.sharding.build import Build, is_number, sample
+from spmd.sharding.emit import Expansion
 from spmd.sharding.layout import Layout, Partial, Replicated, Sharded, padded_shape
 from spmd.sharding.propagate import Choice, Plan, accumulates
 from spmd.sharding.redistribute import Wire, redistribute
@@ -174,16 +175,10 @@ class Partition:
         build, call, rule = self.build, choice.call, choice.rule
         if is_number(call.node.meta.get("val")):
             return build.number(call.target, tuple(args), kwargs, call.node.meta.get("val"))
+        expansion = Expansion(build, call, args, kwargs, choice.wants, choice.outs)
         if rule is not None and rule.sizes:
-            shape = list(build.local(call.outputs[0] or (), choice.outs[0]))
-            place = call.position(rule.sizes)
-            if place < len(args):
-                args[place] = shape
-            else:
-                kwargs[rule.sizes] = shape
-        if rule is not None and rule.emit is not None:
-            return rule.emit(build, call, args, kwargs, choice.wants, choice.outs)
-        return build.op(call.target, *args, **kwargs)
+            expansion.put(rule.sizes, list(build.local(call.outputs[0] or (), choice.outs[0])))
+        return rule.emit(expansion) if rule is not None and rule.emit is not None else expansion.run()
 
     def fetch(self, x: fx.Node, want: Layout | None) -> fx.Node:
         """The local node that holds `x` as `want`."""

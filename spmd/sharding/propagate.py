@@ -66,7 +66,7 @@ class Plan:
 
 
 def propagate(step: StepGraph, constraints: Constraints, world: int) -> Plan:
-    """Choose a layout for every value of `step` (at a concrete batch) on one axis of `world` ranks."""
+    """Choose a layout for every value of `step` (at a concrete batch) on one axis of `world` ranks. Ops along a split dim are decomposed in place."""
     return Propagation(step, constraints, world).run()
 
 
@@ -113,11 +113,12 @@ class Propagation:
     # ---------------------------------------------------------------------------------------------- one node
 
     def visit(self, node: fx.Node) -> None:
+        nest = self.plan.layouts.get(node.all_input_nodes[0]) if node.target is operator.getitem else None
         if node.op == "get_attr":
             self.plan.layouts[node] = R
-        elif node.target is operator.getitem and isinstance(self.plan.layouts[node.args[0]], (tuple, list)):
-            self.plan.layouts[node] = self.plan.layouts[node.args[0]][node.args[1]]
-            self.kind[node] = self.kind.get(node.args[0], "")
+        elif isinstance(nest, (tuple, list)):
+            self.plan.layouts[node] = nest[node.args[1]]  # type: ignore[index]
+            self.kind[node] = self.kind.get(node.all_input_nodes[0], "")
         else:
             self.place(node)
 
@@ -334,15 +335,12 @@ def lower(choice: Choice, target: Sharded, plan: Plan) -> None:
     rule, call = choice.rule, choice.call
     if rule is None or rule.whole or any(w is not None and w != R for w in choice.wants):
         return
-    free = all(plan.layouts[x] == R for x, w in zip(call.tensors, choice.wants, strict=True) if w is not None)
-    if not free:
-        return
     found: Transfer | None
     if all(labels is None for labels in rule.inputs):
         found = ([None] * len(rule.inputs), [target]) if rule.sizes else None
     else:
         found = next(iter(inverse(call, rule, target, plan.world)), None)
-    if found:
+    if found and all(w is None or plan.layouts[x] == R for x, w in zip(call.tensors, found[0], strict=True)):
         choice.wants, choice.outs = found
         plan.layouts[call.node] = target
 

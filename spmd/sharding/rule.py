@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from spmd.sharding.layout import Layout, Partial, R, Sharded, ceil_div
+
+if TYPE_CHECKING:
+    from spmd.sharding.emit import Expansion
 
 Labels = tuple[Hashable | None, ...]
 Shape = tuple[int, ...]
@@ -82,9 +85,7 @@ class Rule:
     linear: tuple[tuple[int, ...], ...] = ()  # sets of inputs in which the op is jointly linear: P in, P out
     base: int | None = None  # input that is added once: where the contribution is split, rank 0 alone holds it
     sizes: str = ""  # argument that repeats the output's shape
-    emit: Callable[..., fx.Node] | None = (
-        None  # local program where it isn't the op itself: emit(build, call, args, kwargs, wants, outs)
-    )
+    emit: Callable[[Expansion], fx.Node] | None = None  # the local program where it isn't the op itself
     nonempty: bool = False  # the kernel can't take an empty shard
     heavy: bool = False  # worth splitting over ranks: contractions, convolutions, attention
     view: bool = False  # yields another view of its first input
@@ -142,9 +143,31 @@ class ViewRule(Rule):
         return None
 
 
+@dataclass(frozen=True)
+class BlockRule(Rule):
+    """A whole and its pieces along `dim`: cat, split, slice and its adjoint. Where `dim` is split, cuts between blocks of the shard move nothing."""
+
+    dim: int = 0
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # of each input and output along `dim`; 0: it has none
+    cuts: tuple[int, ...] = ()  # offsets in the whole
+
+    def transfer(self, i: int, s: Sharded, world: int) -> Transfer | None:
+        if s.dim != self.dim:
+            return super().transfer(i, s, world)
+        ins, outs = self.lengths
+        block = s.n * s.inner
+        if not ins[i] or any(n % block for n in (*ins, *outs, *self.cuts)):
+            return None
+        part = lambda n: replace(s, outer=n // block).canonical(world) if n else R  # noqa: E731
+        return [part(n) for n in ins], [part(n) for n in outs]
+
+
 def labelled(
-    inputs: Sequence[Sequence[Hashable] | None], outputs: Sequence[Sequence[Hashable] | None], **options: Any
+    inputs: Sequence[Sequence[Hashable] | None],
+    outputs: Sequence[Sequence[Hashable] | None],
+    kind: type[Rule] = Rule,
+    **options: Any,
 ) -> Rule:
     """A Rule from lists of labels."""
     freeze = lambda labels: None if labels is None else tuple(labels)  # noqa: E731
-    return Rule(tuple(map(freeze, inputs)), tuple(map(freeze, outputs)), **options)
+    return kind(tuple(map(freeze, inputs)), tuple(map(freeze, outputs)), **options)

@@ -94,7 +94,8 @@ row(
     c.attention,
     """
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention
-    _scaled_dot_product_efficient_attention_backward""",
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward""",
 )
 
 # independent along all dims but one
