@@ -85,6 +85,9 @@ from torch._decomp import decompositions as torch_decompositions
 # Capture: arithmetic on sizes becomes nodes only where a tensor op uses it (three of four nodes otherwise, dead at the end).
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as lazy_size_nodes
 
+# Capture: ops with effects are handed through instead of being chained by tokens.
+from torch._higher_order_ops import effects as op_effects
+
 # Guards: hooks that run for every module and every optimizer.
 import torch.nn.modules.module as _module
 import torch.optim.optimizer as _optimizer

@@ -118,6 +118,24 @@ def vector_norm(
     return out.to(result)
 
 
+def lstsq(
+    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    """By the pseudo-inverse: the op itself has residuals whose presence depends on the rank of `a`. Here they're NaN where `a` lacks full rank."""
+    m, n = a.shape[-2:]
+    driver = driver or ("gelsy" if a.device.type == "cpu" else "gels")
+    vector = b.dim() == a.dim() - 1
+    right = b.unsqueeze(-1) if vector else b
+    x = torch.linalg.pinv(a, rtol=rcond) @ right
+    rank = torch.linalg.matrix_rank(a, rtol=rcond)
+    left = (a @ x - right).abs().square().sum(-2)
+    residuals = (
+        left.masked_fill((rank < n).unsqueeze(-1), float("nan")) if m > n and driver != "gelsy" else left.new_empty(0)
+    )
+    singular = torch.linalg.svdvals(a) if driver in ("gelss", "gelsd") else left.new_empty(0)
+    return x.squeeze(-1) if vector else x, residuals, rank if driver != "gels" else rank.new_empty(0), singular
+
+
 def _batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -224,6 +242,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.std.correction: std,
         aten.std_mean.correction: std_mean,
         aten.linalg_vector_norm.default: vector_norm,
+        aten.linalg_lstsq.default: lstsq,
         aten._native_batch_norm_legit_functional.default: native_batch_norm_functional,
         aten._native_batch_norm_legit.no_stats: native_batch_norm_no_stats,
         aten._native_batch_norm_legit_no_training.default: native_batch_norm_no_training,

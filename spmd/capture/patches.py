@@ -11,7 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint as checkpoint
 from torch.optim.lr_scheduler import LRScheduler
 
-from spmd._torch import get_mkldnn_enabled, set_mkldnn_enabled, torch_decompositions
+from spmd._torch import get_mkldnn_enabled, op_effects, set_mkldnn_enabled, torch_decompositions
 from spmd.capture.provenance import Tracker
 from spmd.capture.random import eager_dropout
 from spmd.errors import CaptureError, Offence, SideEffectError
@@ -27,6 +27,7 @@ def patched(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(_no_dist(tracker))
         stack.enter_context(_no_scheduler(tracker))
         stack.enter_context(_no_mkldnn())
+        stack.enter_context(_effects(tracker))
         yield
 
 
@@ -52,6 +53,21 @@ def _no_mkldnn() -> Iterator[None]:
         yield
     finally:
         set_mkldnn_enabled(before)
+
+
+@contextmanager
+def _effects(tracker: Tracker) -> Iterator[None]:
+    """The check behind `torch.linalg.inv` and others stays in the graph as a node without a result, which raises on every rank alike."""
+    original = op_effects.has_effects
+
+    def has_effects(op: Any) -> bool:
+        if op is torch.ops.aten._linalg_check_errors.default or not original(op):
+            return False
+        what = f"{op} acts on something outside the graph"
+        raise CaptureError(Offence(what, where=str(tracker.here()[0] or ""), remedy="call it outside the step"))
+
+    with replaced(op_effects, has_effects=has_effects):
+        yield
 
 
 @contextmanager

@@ -368,7 +368,11 @@ def _transformers() -> Iterable[Case]:
     yield case("vit", "vit", steps.transformers_images, images)
 
 
-FAMILIES = (_optimizers, _parameters, _steps, _changes, _losses, _random, _models, _transformers)
+def _algebra() -> Iterable[Case]:
+    yield Case("linear_algebra", models.Algebra, steps.basic(), regression, momentum)
+
+
+FAMILIES = (_optimizers, _parameters, _steps, _changes, _losses, _random, _models, _transformers, _algebra)
 CASES: dict[str, Case] = {case.name: case for family in FAMILIES for case in family()}
 
 # One or two of each kind: these run at every world size and with one sample a rank.

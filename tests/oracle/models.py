@@ -275,3 +275,18 @@ def transformers_model(kind: str) -> nn.Module:
         return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=37, decoder_start_token_id=0, **sizes)).train()
     sizes = {"hidden_size": 12, "intermediate_size": 22, "num_attention_heads": 3, "num_hidden_layers": 1}
     return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes)).train()
+
+
+class Algebra(nn.Module):
+    """Inverses, factorizations and determinants, of a parameter and of a matrix for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing, self.head = nn.Parameter(torch.randn(5, 5) + 3 * torch.eye(5)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        solved = torch.linalg.solve(self.mixing, x.unsqueeze(-1)).squeeze(-1)
+        own = torch.linalg.inv(x[:, :, None] * x[:, None, :] + torch.eye(5)).sum(-1)
+        fitted = torch.linalg.lstsq(self.mixing, torch.eye(5)).solution.sum(0)
+        factor = torch.linalg.cholesky(x.T @ x + torch.eye(5))
+        return self.head(solved + own + fitted + factor.diagonal().log()) + torch.linalg.slogdet(self.mixing)[1]
