@@ -1,17 +1,30 @@
 """How many collectives a step needs, by tag, without any pass: one reduction a parameter, one gather, whatever the step looks like."""
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from spmd.api import local_graph
+from spmd.capture import capture
+from spmd.graph.local import LocalGraph
+from spmd.modes import DataParallelMode
+from spmd.runtime.world import World
 from tests.oracle import oracle, tools
 from tests.oracle import world as ranks
+from tests.oracle.case import Case, Parts
 from tests.oracle.cases import CASES
-from tests.oracle.world import World
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
 
 # Each a way to use parameters more than once, or not at all.
 NAMES = (
@@ -22,92 +35,74 @@ NAMES = (
 
 @pytest.mark.parametrize(("style", "W"), [("replicate", 3), ("fully_shard", 4)])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_reduction_and_one_gather_a_parameter(world: World, name: str, style: str, W: int) -> None:
-    for reduced, gathered, trained, sharded in world.run(_tags, W, name, style):
-        assert reduced == Counter(trained)
-        assert gathered == Counter(sharded if style == "fully_shard" else ())
-
-
-def _tags(name: str, style: str) -> tuple[Counter[str], Counter[str], list[str], list[str]]:
-    """FQNs of the `grad_reduce`s and the `param_gather`s, of the trained parameters, and of those that are sharded and used."""
-    explanation, parts = _explain(name, style)
-    used = {fqn: p for fqn, p in parts.models[0].named_parameters() if "unused" not in fqn}
+def test_one_reduction_and_one_gather_a_parameter(name: str, style: str, W: int) -> None:
+    program, parts = program_of(CASES[name], style, W)
+    used = {fqn: p for fqn, p in parts.models[0].named_parameters() if "unused" not in fqn and p.numel()}
     trained = [fqn for fqn, p in used.items() if p.requires_grad]
-    sharded = [fqn for fqn, p in used.items() if p.dim() and max(p.shape) >= ranks.size() and p.numel()]
-    by_role = {
-        role: Counter(c.fqn for c in explanation.collectives if c.role == role)
-        for role in ("grad_reduce", "param_gather")
-    }
-    empty = [fqn for fqn, p in used.items() if p.numel() == 0]  # nothing to move, so either is fine
-    for counter in by_role.values():
-        for fqn in empty:
-            counter.pop(fqn, None)
-    return by_role["grad_reduce"], by_role["param_gather"], [fqn for fqn in trained if fqn not in empty], sharded
+    sharded = [fqn for fqn, p in used.items() if p.dim() and max(p.shape) >= W] if style == "fully_shard" else []
+    assert fqns(program, "grad_reduce", used) == Counter(trained)
+    assert fqns(program, "param_gather", used) == Counter(sharded)
 
 
-def _explain(name: str, style: str) -> tuple[Any, Any]:
-    import spmd
-    from spmd.modes import DataParallelMode
+def fqns(program: LocalGraph, role: str, among: Iterable[str]) -> Counter[str]:
+    """Parameters of the collectives with one role. Empty ones have nothing to move, so either is fine."""
+    return Counter(c.fqn for c in program.collectives if c.role == role and c.fqn in among)
 
-    torch.set_default_dtype(torch.float64)
-    case = CASES[name]
+
+def program_of(case: Case, style: str, W: int) -> tuple[LocalGraph, Parts]:
+    """What rank 0 of W would run without passes, and for what objects. Takes one process."""
     parts = case.build(1)
-    step = spmd.compile(case.step, parallel_mode=DataParallelMode(style, input_batch_dim=case.dim), passes="none")
     names = oracle.argument_names(case.step, len(parts.models) + len(parts.optims))
-    batch = oracle.share(oracle.global_batch(case, ranks.size(), 0), names, case, ranks.rank(), ranks.size())
-    return step.explain(*parts.models, *parts.optims, *batch), parts
+    share = oracle.share(oracle.global_batch(case, W, 0), names, case, 0, W)
+    captured = capture(
+        case.step,
+        (*parts.models, *parts.optims, *share),
+        batch_dim=case.dim,
+        replicated=case.replicated,
+        global_batch=lambda samples: samples * W,
+    )
+    mode = DataParallelMode(style, input_batch_dim=case.dim, replicated_inputs=case.replicated)
+    world = World(None, None, (W,), (0,), None, tuple(range(W)), 0.0)
+    return local_graph(captured.step, captured, W * case.samples[0], mode, world), parts
 
 
-def test_one_rank_needs_no_collective(world: World) -> None:
-    assert world.run(_roles, 1, "gpt", "fully_shard") == [Counter()]
-
-
-def _roles(name: str, style: str) -> Counter[str]:
-    return Counter(c.role for c in _explain(name, style)[0].collectives)
+def test_one_rank_needs_no_collective() -> None:
+    assert not program_of(CASES["gpt"], "fully_shard", 1)[0].collectives
 
 
 @pytest.mark.parametrize("style", oracle.STYLES)
-def test_activations_stay_where_they_are(world: World, style: str) -> None:
+def test_activations_stay_where_they_are(style: str) -> None:
     """The only value that moves is the loss."""
-    for roles in world.run(_roles, 3, "optim_sgd", style):
-        assert roles["value"] == 1
+    program, _ = program_of(CASES["optim_sgd"], style, 3)
+    assert Counter(c.role for c in program.collectives)["value"] == 1
 
 
 @pytest.mark.parametrize("style", oracle.STYLES)
-def test_a_collective_says_what_it_is_for(world: World, style: str) -> None:
+def test_a_collective_says_what_it_is_for(style: str) -> None:
     reduction = {"replicate": "all_reduce", "fully_shard": "reduce_scatter"}[style]
-    for records in world.run(_records, 3, style):
-        assert {op for role, op, *_ in records if role == "grad_reduce"} == {reduction}
-        assert {op for role, op, *_ in records if role == "param_gather"} <= {"all_gather"}
-        for _, _, source, reason, nbytes in records:
-            assert "steps.py" in source or "models.py" in source
-            assert reason and nbytes > 0
+    collectives = program_of(CASES["optim_sgd"], style, 3)[0].collectives
+    assert {c.op for c in collectives if c.role == "grad_reduce"} == {reduction}
+    assert {c.op for c in collectives if c.role == "param_gather"} <= {"all_gather"}
+    for c in collectives:
+        assert "steps.py" in str(c.source) or "models.py" in str(c.source)
+        assert c.reason and c.nbytes > 0
 
 
-def _records(style: str) -> list[tuple[str, str, str, str, int]]:
-    collectives = _explain("optim_sgd", style)[0].collectives
-    return [(c.role, c.op, str(c.source), c.reason, c.nbytes) for c in collectives]
+def test_parameters_are_gathered_when_used_and_gradients_reduced_when_made() -> None:
+    text = str(program_of(CASES["optim_sgd"], "fully_shard", 2)[0])
+    order = (
+        "param_gather 0.weight",
+        "aten.tanh.",
+        "param_gather 2.weight",
+        "grad_reduce 2.weight",
+        "aten.tanh_backward",
+        "grad_reduce 0.weight",
+    )
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
 
 
-def test_parameters_are_gathered_when_used_and_gradients_reduced_when_made(world: World) -> None:
-    for text in world.run(_program, 2):
-        order = (
-            "param_gather 0.weight",
-            "aten.tanh.",
-            "param_gather 2.weight",
-            "grad_reduce 2.weight",
-            "aten.tanh_backward",
-            "grad_reduce 0.weight",
-        )
-        places = [text.index(words) for words in order]
-        assert places == sorted(places)
-
-
-def _program() -> str:
-    return str(tools.compile(tools.train, passes="none").program(*tools.setup(), *tools.batch()))
-
-
-def test_explaining_runs_nothing(world: World) -> None:
+def test_explaining_runs_nothing(world: ranks.World) -> None:
     world.run(_explains, 2)
 
 
