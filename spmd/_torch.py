@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 # Capture: fake tensors and symbolic sizes.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
@@ -85,8 +87,15 @@ from torch._decomp import decompositions as torch_decompositions
 # Capture: arithmetic on sizes becomes nodes only where a tensor op uses it (three of four nodes otherwise, dead at the end).
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as lazy_size_nodes
 
+# Capture: what torch.func's transforms hand to the function isn't the user's own tensor.
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+
 # Capture: ops with effects are handed through instead of being chained by tokens.
 from torch._higher_order_ops import effects as op_effects
+
+# Graphs: ops, pytrees, and the functional collectives that local programs consist of.
+from torch._ops import OpOverload as OpOverload
+from torch.utils import _pytree as pytree
 
 # Guards: hooks that run for every module and every optimizer.
 import torch.nn.modules.module as _module
@@ -100,3 +109,5 @@ GLOBAL_HOOKS = (
     _optimizer._global_optimizer_pre_hooks,
     _optimizer._global_optimizer_post_hooks,
 )
+
+c10d_functional = torch.ops._c10d_functional

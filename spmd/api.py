@@ -20,7 +20,7 @@ from spmd.capture import Capture
 from spmd.errors import PlacementError
 from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
-from spmd.graph.step import StepGraph
+from spmd.graph.step import Role, StepGraph
 from spmd.graph.verify import verify_local, verify_step
 from spmd.modes import DataParallelMode, ParallelMode
 from spmd.passes import PassPipeline
@@ -102,7 +102,7 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
     known = {
         s.input.name: found[0]
         for s in captured.slots
-        if s.tensor is not None and (found := placed(s.tensor)) is not None
+        if s.tensor is not None and s.input.role is not Role.GRADIENT and (found := placed(s.tensor)) is not None
     }
     constraints = pin(mode.constraints(concrete, world.size), concrete, known)
     plan = propagate(concrete, constraints, world.size)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -190,6 +191,74 @@ def _one_differs(kind: str) -> None:
         model.train(kind != "eval")
         y = torch.zeros(3, 3) if kind == "disagree" else y
     compiled(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("W", [2, 3])
+def test_a_rank_that_fails_before_it_communicates(world: World, W: int) -> None:
+    """Its share holds an index that no embedding row has: forward raises, and the step works again after it."""
+    kinds, messages = zip(*world.run(_bad_index, W, timeout=60), strict=True)
+    assert kinds[1] == "IndexError" and "out of range" in messages[1]
+    for rank in {*range(W)} - {1}:
+        assert kinds[rank] == "AgreementError" and "rank 1: IndexError: index out of range" in messages[rank]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.head = nn.Embedding(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.word(x))
+
+
+def _bad_index() -> tuple[str, str]:
+    model, optimizer = tools.setup(build=Words)
+    step = tools.compile(tools.train, "replicate")
+    words, y = torch.tensor([1, 6]), torch.zeros(2, 3)
+    step(model, optimizer, words, y)
+    before = tools.state_of(model, optimizer)
+    try:
+        step(model, optimizer, words + (ranks.rank() == 1), y)
+    except Exception as error:
+        tools.assert_equal(before, tools.state_of(model, optimizer), tolerance=0)
+        step(model, optimizer, words, y)
+        return type(error).__name__, str(error)
+    raise AssertionError("it ran")
+
+
+def test_a_rank_whose_gradient_lies_elsewhere(world: World) -> None:
+    """Redistributing it is a collective, which all take part in or none."""
+    for message in _all_refused(world, 2, _elsewhere, (1,)):
+        assert re.search(r"rank 1: .*; 0.weight.grad comes as \(Replicate\(\),\)", message)
+    world.run(_elsewhere, 2, (0, 1))
+
+
+def _elsewhere(where: tuple[int, ...]) -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:  # accumulates
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    expected = tools.continue_alone(*tools.setup(), step, range(3), W=2)
+    model, optimizer = tools.setup()
+    compiled = tools.compile(step)
+    for seed in range(3):
+        compiled(model, optimizer, *tools.batch(seed=seed))
+        weight = model.get_parameter("0.weight")
+        whole = weight.grad.full_tensor()
+        if ranks.rank() in where:
+            weight.grad = DTensor.from_local(whole, weight.device_mesh, [Replicate()], run_check=False)
+    tools.assert_equal(expected, tools.state_of(model, optimizer))
+
+
+def test_an_argument_that_cannot_be_read_on_one_rank(world: World) -> None:
+    _all_refused(world, 2, _unreadable)
+
+
+def _unreadable() -> None:
+    model, optimizer = tools.setup()
+    step = tools.compile(tools.train)
+    step(model, optimizer, *tools.batch())
+    step(model, optimizer, *tools.batch()[: 1 if ranks.rank() else 2])
 
 
 def test_replicated_inputs_must_be_equal(world: World) -> None:

@@ -9,10 +9,10 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
+from spmd._torch import c10d_functional as c10d
 from spmd.errors import VerifyError
 from spmd.graph.local import LocalGraph
 
-c10d = torch.ops._c10d_functional
 REDUCE = {"sum": lambda s: s.sum(0, dtype=s.dtype), "max": lambda s: s.amax(0), "min": lambda s: s.amin(0)}
 
 

@@ -10,9 +10,8 @@ import sympy
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map
 
-from spmd._torch import FakeTensorMode
+from spmd._torch import FakeTensorMode, pytree
 from spmd.graph.step import StepGraph
 
 
@@ -47,7 +46,7 @@ class Concretion:
             env[node] = new
             new.meta = copy.copy(node.meta)
             val = node.meta.get("val")
-            new.meta["val"] = tree_map(self.concrete, val)
+            new.meta["val"] = pytree.tree_map(self.concrete, val)
             if self.symbol is not None:  # else the capture has noted it
                 new.meta["varies"] = (
                     tuple(self.size(n)[1] for n in val.shape) if isinstance(val, torch.Tensor) else None

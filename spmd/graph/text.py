@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
+from spmd._torch import OpOverload
 from spmd.graph.provenance import source_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def node_text(node: fx.Node, comment: str | None = None) -> str:
 
 def target_text(target: Any) -> str:
     """What a node calls, by a name that's the same in every process."""
-    return str(target) if isinstance(target, (torch._ops.OpOverload, str)) else getattr(target, "__name__", str(target))
+    return str(target) if isinstance(target, (OpOverload, str)) else getattr(target, "__name__", str(target))
 
 
 def value_text(val: Any) -> str:

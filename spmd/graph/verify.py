@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from spmd._torch import c10d_functional as c10d
 from spmd.errors import Offence, VerifyError
 from spmd.graph.local import LocalGraph, settle
 from spmd.graph.provenance import where
 from spmd.graph.step import STORED, StepGraph
 
-c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
 
 

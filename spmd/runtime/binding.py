@@ -16,7 +16,7 @@ from spmd.graph.step import STORED, Role
 from spmd.runtime import hooks
 from spmd.runtime.optimizer import OptimizerTies
 from spmd.runtime.stale import retire
-from spmd.runtime.storage import Storage, layouts_of, part, placements_of
+from spmd.runtime.storage import Misplaced, Storage, layouts_of, local_part, placements_of
 from spmd.runtime.world import World
 from spmd.sharding.layout import R
 
@@ -128,15 +128,13 @@ class Binding:
 
     # ------------------------------------------------------------------------------------------------- gradients
 
-    def gradient(self, owner: str) -> torch.Tensor | None:
+    def gradient(self, owner: str) -> torch.Tensor | Misplaced | None:
         """The local part of a parameter's live gradient."""
         storage = self.storages[owner]
         grad = storage.tensor.grad
         if grad is None or storage.mesh is None:
             return grad
-        if isinstance(grad, DTensor) and grad.placements == storage.spec.placements:
-            return grad.to_local()
-        return part(grad, storage.layouts, self.world)
+        return local_part(grad, storage.layouts, self.world)
 
     def set_gradient(self, owner: str, local: torch.Tensor | None) -> None:
         """Make `local` (this rank's part) the parameter's gradient."""

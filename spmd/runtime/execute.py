@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from spmd._torch import pytree
 from spmd.capture.objects import successor
 from spmd.capture.result import Slot
 from spmd.errors import InputError, Offence
 from spmd.graph.local import Layouts, LocalGraph
 from spmd.graph.step import STORED, Input, Output, Role
 from spmd.runtime.binding import Binding
-from spmd.runtime.storage import part, part_shape
+from spmd.runtime.storage import Misplaced, local_part, part_shape, placements_of
+from spmd.runtime.world import World
 
-Fill = Callable[[Sequence[Any]], Any]  # today's value of an argument, from the leaves of the call
+Fill = Callable[[Sequence[Any]], Any]  # today's value of an argument, from the leaves of the call; local to this rank
+
+
+class Settle(Protocol):
+    def __call__(self, moved: str = "") -> None: ...
 
 
 class Executor:
@@ -46,12 +51,12 @@ class Executor:
         self.outputs = tuple(zip(local.step.outputs, local.step.results, local.outputs, strict=True))
         self.cleared = binding.capture.cleared if out_spec is not None else ()
 
-    def __call__(self, leaves: Sequence[Any] = (), settle: Callable[[], None] | None = None) -> Any:
+    def __call__(self, leaves: Sequence[Any] = (), settle: Settle = lambda moved="": None) -> Any:
         """Run one step on this rank.
 
         Args:
             leaves: the flattened arguments of the call, as `capture.arguments.flatten_leaves` gives them.
-            settle: waits until all ranks are known to run this program.
+            settle: waits until all ranks are known to run this program, and to redistribute the same inputs first.
         Returns:
             What the user's function returns, on this rank.
         Raises:
@@ -61,6 +66,7 @@ class Executor:
             arguments = self.arguments.copy()
             for i, fill in self.fills:
                 arguments[i] = fill(leaves)
+            self._move(arguments, settle)
             self._check(arguments)
             if self.takes_settle:
                 arguments.append(settle)
@@ -79,14 +85,23 @@ class Executor:
         if slot.leaf is None:
             free = slot.tensor  # closed over: no module holds it
             assert free is not None
-            return lambda leaves: part(successor(free).detach(), layouts, world) if layouts is not None else free
+            return lambda leaves: local_part(successor(free).detach(), layouts, world) if layouts is not None else free
         leaf = slot.leaf
         if not isinstance(val, torch.Tensor):
             return lambda leaves: leaves[leaf]
         if layouts is None:
             return _number(lambda leaves: leaves[leaf], val)
         self.checks.append((len(self.arguments) - 1, torch.Size(part_shape(val.shape, layouts, world)), spec.name))
-        return _local_of(leaf, layouts, self.binding)
+        return _local_of(leaf, layouts, world)
+
+    def _move(self, arguments: list[Any], settle: Settle) -> None:
+        """Redistribute what lies elsewhere than the program takes it: collective, so the ranks agree on it first."""
+        inputs = self.local.step.inputs
+        elsewhere = [i for i, _ in self.fills if isinstance(arguments[i], Misplaced)]
+        if elsewhere:
+            settle(", ".join(f"{inputs[i].name} comes as {arguments[i].value.placements}" for i in elsewhere))
+        for i in elsewhere:
+            arguments[i] = arguments[i].moved(self.binding.world)
 
     def _check(self, arguments: Sequence[Any]) -> None:
         world = self.binding.world
@@ -114,7 +129,7 @@ class Executor:
             elif out.role is Role.STATE and out.updates is None:
                 binding.add_state(out.name, value, layouts or (), node.meta["val"])
             elif out.updates is not None and out.role in (Role.USER, Role.HYPER):
-                self._write_to(inputs[out.updates].name, value, leaves)
+                self._write_to(inputs[out.updates].name, value, node, layouts, leaves)
             elif out.role is Role.USER:
                 returned.append((out, value))
         for owner in self.cleared:
@@ -123,13 +138,25 @@ class Executor:
             return None
         return pytree.tree_unflatten([self._user(out, value) for out, value in returned], self.out_spec)
 
-    def _write_to(self, name: str, value: Any, leaves: Sequence[Any]) -> None:
+    def _write_to(
+        self, name: str, value: torch.Tensor, node: Any, layouts: Layouts | None, leaves: Sequence[Any]
+    ) -> None:
         """An argument, an outer tensor or a tensor hyper-parameter that the step wrote to gets its new value, in place."""
         slot = self.slots[name]
         target: Any = leaves[slot.leaf] if slot.leaf is not None else slot.tensor
         if slot.container is not None:
             target = slot.container[slot.key]
-        (target.to_local() if isinstance(target, DTensor) else target.detach()).copy_(value)
+        if isinstance(target, DTensor):
+            target = successor(target)
+            lies = placements_of(name, layouts or (), target.shape, self.binding.world)
+            if target.placements != lies:
+                whole = node.meta["val"]
+                new = DTensor.from_local(
+                    value, target.device_mesh, lies, run_check=False, shape=whole.shape, stride=whole.stride()
+                )
+                value = new.redistribute(placements=target.placements).to_local()
+            target = target.to_local()
+        target.detach().copy_(value)
 
     def _user(self, out: Output, value: Any) -> Any:
         storages = self.binding.storages
@@ -150,16 +177,12 @@ def owner_of(out: Output, inputs: Sequence[Input]) -> str:
     return inputs[out.updates].owner if out.updates is not None else out.name.removesuffix(".grad")
 
 
-def _local_of(leaf: int, layouts: Layouts, binding: Binding) -> Fill:
+def _local_of(leaf: int, layouts: Layouts, world: World) -> Fill:
     def local(leaves: Sequence[Any]) -> Any:
         value = leaves[leaf]
-        return (
-            part(value, layouts, binding.world)
-            if isinstance(value, DTensor)
-            else value.detach()
-            if value.requires_grad
-            else value
-        )
+        if isinstance(value, DTensor):
+            return local_part(value.detach(), layouts, world)
+        return value.detach() if value.requires_grad else value
 
     return local
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils import _pytree as pytree
 
+from spmd._torch import pytree
 from spmd.errors import Offence, StaleError
 from spmd.runtime.storage import Storage
 

@@ -1,7 +1,7 @@
 """Programs of one compiled function: which one a call runs, and how the ranks agree on it.
 
-Each call finds a program whose guards hold and starts one vote. The program itself waits for the votes, before anything that another
-rank or the stored state would notice. If any rank has no program, all leave the call there and take the slow path together: every rank compiles what
+Each call finds a program whose guards hold. The program itself has the ranks vote, before anything that another rank or the
+stored state would notice. If any rank has no program, all leave the call there and take the slow path together: every rank compiles what
 it lacks, then they compare outcome, program and state, bind, and call again.
 """
 
@@ -18,17 +18,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from spmd.capture import Capture, Slot, capture, flatten_leaves, guards_hold
-from spmd.errors import CaptureError, Offence, SpmdError, VerifyError
+from spmd.errors import CaptureError, Offence, VerifyError
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import STORED, Role
 from spmd.graph.text import fingerprint_lines
 from spmd.modes import ParallelMode
 from spmd.runtime.agreement import Agreement, Sync, Votes
 from spmd.runtime.binding import Binding, placed
-from spmd.runtime.digest import tensor_digest, text_digest
+from spmd.runtime.digest import text_digest
 from spmd.runtime.execute import Executor
 from spmd.runtime.progress import Stages
 from spmd.runtime.random import Draws
+from spmd.runtime.vote import Elsewhere, Vote
 from spmd.runtime.world import World
 
 Read = Callable[[Sequence[Any]], Any]  # a value of the call, from its leaves
@@ -110,10 +111,6 @@ def numbers(captured: Capture) -> Iterator[tuple[sympy.Symbol, Read]]:
             yield node.meta["val"].node.expr, reader(slot)
 
 
-class Elsewhere(Exception):
-    """Another rank has no program for this call."""
-
-
 class Programs:
     def __init__(
         self,
@@ -159,15 +156,10 @@ class Programs:
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         world = self._join()
         for _ in range(2):
-            leaves = flatten_leaves(args, kwargs)
-            program = self._ready(args, kwargs, leaves)
-            if world.size == 1:
-                if program is not None:
-                    with self.draws.around():
-                        if self.draws.seeded:
-                            self.draws.settle(Votes((), ()))
-                        return self._start(program)(leaves)
-            else:
+            leaves, program = self._ready(args, kwargs)
+            if program is not None and world.size == 1:
+                return self._alone(program, leaves)
+            if world.size > 1:
                 try:
                     return self._voted(program, leaves)
                 except Elsewhere:
@@ -179,46 +171,38 @@ class Programs:
         changed = self.variants[0].captured.guards.check(self.fn, args, kwargs)
         return str(changed or "a stored tensor isn't in its place")
 
-    def _voted(self, program: Program | None, leaves: list[Any]) -> Any:
-        """Run `program`; its ranks wait for each other's votes within it."""
-        shared = program.shared_inputs(leaves) if program is not None else []
-        today = program.numbers_text(leaves) if program is not None else ""
-        digests = [text_digest([str(tensor_digest(x)) for _, x in shared]) if shared else 0, text_digest([today])]
-        key = program.key if program is not None else 0
-        pending = self.agreement.begin([int(program is None), key, *digests, *self.draws.ballot()])
+    def _alone(self, program: Program, leaves: Sequence[Any]) -> Any:
+        with self.draws.around():
+            if self.draws.seeded:
+                self.draws.settle(Votes((), ()))
+            return self._start(program)(leaves)
 
-        def settle() -> None:
-            votes = pending.wait()
-            if votes.high[0]:
-                raise Elsewhere
-            if not votes.agreed(1, 2):
-                assert program is not None
-                self.agreement.same_program(program.lines)
-            if not votes.agreed(2, 3):
-                self.agreement.same_inputs(shared)
-            if not votes.agreed(3, 4):
-                self.agreement.resolve(None, today)
-            self.draws.settle(Votes(votes.low[4:], votes.high[4:]))
-
+    def _voted(self, program: Program | None, leaves: Sequence[Any]) -> Any:
+        """Run `program`; within it the ranks vote, before anything that one of them would notice of another."""
+        vote = Vote(self.agreement, self.draws, program, leaves)
         if program is None:
-            pending.wait()
+            vote.settle()
             raise Elsewhere
         with self.draws.around():
-            return self._start(program)(leaves, settle)
+            try:
+                return self._start(program)(leaves, vote.settle)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                vote.fail(error)
 
     def _start(self, program: Program) -> Executor:
         self._latest = program
         assert program.run is not None
         return program.run
 
-    def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> Program | None:
-        """The bound program that this call can run."""
+    def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Program | None]:
+        """The leaves of a call and the bound program that it can run."""
         try:
+            leaves = flatten_leaves(args, kwargs)
             variant = self._variant(args, kwargs, leaves)
-        except SpmdError:
-            return None  # the slow path meets it again, and tells all ranks
+        except Exception:
+            return (), None  # the slow path meets it again, and tells all ranks
         program = variant.programs.get(self._batch(variant, leaves)) if variant else None
-        return program if program is not None and program.run is not None else None
+        return leaves, program if program is not None and program.run is not None else None
 
     def _batch(self, variant: Variant, leaves: Sequence[Any]) -> int | None:
         """The global batch size of a call."""
@@ -333,6 +317,6 @@ class Programs:
         assert variant.binding is not None
         if fresh:
             if program.init is not None:
-                Executor(program.init, variant.binding)((), lambda: None)
+                Executor(program.init, variant.binding)()
             captured.guards.rebind({id(old): s.tensor for old, s in before})
         program.run = program.run or Executor(program.local, variant.binding, captured.out_spec)

@@ -29,8 +29,6 @@ class Draws:
     the first number is drawn.
     """
 
-    size = 2  # values in a ballot
-
     def __init__(self, agreement: Agreement, seed: int | None = None) -> None:
         device = agreement.world.device
         kind = device.type if device is not None else _accelerator()

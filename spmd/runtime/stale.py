@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from spmd._torch import pytree
 from spmd.errors import Offence, StaleError
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -257,6 +258,27 @@ def part(value: torch.Tensor, layouts: Layouts, world: World) -> torch.Tensor:
     for axis, layout in enumerate(layouts):
         value = take(value, layout, world.shape[axis], world.coordinate[axis])
     return value
+
+
+@dataclass(frozen=True)
+class Misplaced:
+    """A DTensor that lies elsewhere than it's needed."""
+
+    value: DTensor
+    layouts: Layouts
+
+    def moved(self, world: World) -> torch.Tensor:
+        """This rank's part of it. Collective."""
+        return part(self.value, self.layouts, world)
+
+
+@torch.no_grad()
+def local_part(value: torch.Tensor, layouts: Layouts, world: World) -> torch.Tensor | Misplaced:
+    """This rank's part of `value`, where that takes no communication."""
+    if not isinstance(value, DTensor):
+        return part(value, layouts, world)
+    placed = value.device_mesh == world.mesh and value.placements == placements_of("", layouts, value.shape, world)
+    return value.to_local() if placed else Misplaced(value, layouts)
 
 
 def part_shape(shape: Sequence[int], layouts: Layouts, world: World) -> tuple[int, ...]:
