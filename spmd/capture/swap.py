@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from spmd._torch import BackwardCFunction, FakeTensor, FunctionalTensor, function_modes, without_top_function_mode
+from spmd._torch import (
+    BackwardCFunction,
+    FakeTensor,
+    FunctionalTensor,
+    function_modes,
+    is_functorch_wrapped_tensor,
+    without_top_function_mode,
+)
 from spmd.capture.gradients import GradientWatch
 from spmd.capture.objects import Objects, successor
 from spmd.capture.patches import replaced
@@ -119,7 +126,7 @@ class Substitution(TorchFunctionMode):
 
 
 def _is_real(t: torch.Tensor) -> bool:
-    return not isinstance(t, (FunctionalTensor, FakeTensor))
+    return not isinstance(t, (FunctionalTensor, FakeTensor)) and not is_functorch_wrapped_tensor(t)
 
 
 def _has_real(value: Any) -> bool:
