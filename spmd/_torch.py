@@ -95,7 +95,16 @@ from torch._higher_order_ops import effects as op_effects
 
 # Graphs: ops, pytrees, and the functional collectives that local programs consist of.
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils import _pytree as pytree
+
+# Sharding: rules for custom ops, and DTensor's own as candidates.
+from torch._library.custom_ops import CustomOpDef as CustomOpDef  # what torch.library.custom_op returns
+from torch.distributed.tensor._op_schema import (
+    OpSchema as OpSchema,
+)  # a call with DTensorSpecs in the place of its tensors
+from torch.distributed.tensor._op_schema import OpStrategy as OpStrategy  # what a strategy function returns
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo as RuntimeSchemaInfo
 
 # Guards: hooks that run for every module and every optimizer.
 import torch.nn.modules.module as _module
@@ -111,3 +120,4 @@ GLOBAL_HOOKS = (
 )
 
 c10d_functional = torch.ops._c10d_functional
+sharding_propagator = DTensor._op_dispatcher.sharding_propagator  # holds the strategies, by op

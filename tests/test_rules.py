@@ -14,7 +14,8 @@ from spmd.sharding.layout import Layout, Partial, R, Sharded, join, shard
 from spmd.sharding.partition import Axis, partition
 from spmd.sharding.propagate import Choice, Plan, propagate
 from spmd.sharding.rule import Call
-from spmd.sharding.table import TABLE, rule_for
+from spmd.sharding.sources import rule_for
+from spmd.sharding.table import TABLE
 from tests.parts import F64, ints, rand, run, step_graph
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from spmd.sharding.constraints import Constraints
 from spmd.sharding.decompose import decompose, decomposition
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, shard
 from spmd.sharding.rule import Call, Rule, Transfer
-from spmd.sharding.table import rule_for
+from spmd.sharding.sources import rule_for
 
 BATCH, STATE = (
     "batch",

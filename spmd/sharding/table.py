@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from spmd.sharding import categories as c
 from spmd.sharding import emit
 from spmd.sharding.rule import Call, Rule
@@ -141,11 +139,3 @@ row(
     c.matrices,
     "_linalg_eigh linalg_qr _linalg_svd linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_solve_ex linalg_lu_factor_ex",
 )
-
-
-def rule_for(call: Call) -> Rule | None:
-    """The rule of one call; None where the op has none, so that its inputs are replicated."""
-    if entry := TABLE.get(call.name):
-        return entry(call)
-    random = torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())
-    return c.random(call) if random else None

@@ -1,0 +1,47 @@
+"""Where the rule of an op call comes from: the first source that knows the op decides.
+
+1. what a user has registered;
+2. our table;
+3. DTensor's strategies, for the ops for which the audit has found them true (`python -m tests.audit`);
+4. discovery, for custom ops without side effects;
+5. none: the inputs are replicated, which is always right. `explain` lists what that costs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spmd._torch import OpOverload
+from spmd.sharding import categories, discover, dtensor
+from spmd.sharding.listed import listed
+from spmd.sharding.register import registered, registered_rule
+from spmd.sharding.rule import Call, Rule
+from spmd.sharding.table import TABLE
+
+TORCHS_OWN = ("aten", "prims", "prim", "c10d", "_c10d_functional", "_dtensor", "symm_mem", "higher_order", "inductor")
+
+
+def rule_for(call: Call) -> Rule | None:
+    """The rule of one call; None where the op has none, so that its inputs are replicated."""
+    if (entry := registered(call)) is not None:
+        return registered_rule(entry, call)
+    if entry := TABLE.get(call.name):
+        return entry(call)
+    if not isinstance(call.target, OpOverload):
+        return None
+    if torch.Tag.nondeterministic_seeded in call.target.tags:
+        return categories.random(call)
+    if dtensor.confirmed(call.target):
+        moves, linear = dtensor.candidates(call)
+        return listed(call, moves, linear)
+    if discoverable(call.target):
+        found = discover.discover(call)
+        return listed(call, found.moves, found.linear) if found.moves or found.linear else None
+    return None
+
+
+def discoverable(op: OpOverload) -> bool:
+    """Whether running `op` on parts is safe to try: a custom op that only computes new tensors."""
+    schema = op._schema
+    aliases = any(x.alias_info is not None for x in (*schema.arguments, *schema.returns))
+    return op.namespace not in TORCHS_OWN and not aliases and not schema.is_mutable and bool(schema.returns)
