@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.decompose import TABLE
-from spmd.sharding.layout import Sharded, join
+from spmd.sharding.layout import R, Sharded, join
 from spmd.sharding.partition import Axis, partition
 from spmd.sharding.propagate import propagate
 from tests.parts import F64, ints, rand, run, step_graph
@@ -32,7 +32,11 @@ def softmaxed(*shape: int) -> torch.Tensor:
     return rand(*shape).softmax(0)
 
 
-# An op of each row along dim 0, the first input split there.
+def default(name: str, *rest: Any) -> Callable[..., Any]:
+    return lambda *tensors: getattr(aten, name).default(*tensors, *rest)
+
+
+# An op of each row; what has 14 rows is split there.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "_softmax": (lambda x: aten._softmax.default(x, 0, False), (rand(14, 6),)),
     "_softmax half": (lambda x: aten._softmax.default(x, -2, False), (rand(14, 6).bfloat16(),)),
@@ -58,6 +62,67 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "triu": (lambda x: aten.triu.default(x), (rand(14, 6),)),
     "diagonal": (lambda x: aten.diagonal.default(x), (rand(14, 14, 2),)),
     "diagonal_backward": (lambda g: aten.diagonal_backward.default(g, [14, 14], 0, 0, 1), (rand(14),)),
+    "var": (lambda x: aten.var.correction(x, [0], correction=1), (rand(14, 6),)),
+    "var all": (lambda x: aten.var.correction(x, None), (rand(14, 6),)),
+    "var complex": (lambda x: aten.var.correction(x, [0]), (torch.complex(rand(14, 6), rand(14, 6)),)),
+    "var_mean": (lambda x: aten.var_mean.correction(x, [0, 1], correction=0, keepdim=True), (rand(14, 6),)),
+    "std": (lambda x: aten.std.correction(x, [0]), (rand(14, 6),)),
+    "std_mean": (lambda x: aten.std_mean.correction(x, [-2]), (rand(14, 6).bfloat16(),)),
+    **{f"linalg_vector_norm {p}": (default("linalg_vector_norm", p), (rand(14, 6),)) for p in (0, 1, 2, 3, INF, -INF)},
+    "linalg_vector_norm dim": (lambda x: aten.linalg_vector_norm.default(x, 2, [0], True), (rand(14, 6),)),
+    "linalg_vector_norm cast": (
+        lambda x: aten.linalg_vector_norm.default(x, 2, dtype=torch.float32),
+        (rand(14, 6).bfloat16(),),
+    ),
+    "_native_batch_norm_legit": (
+        lambda x, w: aten._native_batch_norm_legit.no_stats(x, w, None, True, 0.1, 1e-5),
+        (rand(14, 3, 2), rand(3)),
+    ),
+    "_native_batch_norm_legit_functional": (
+        lambda x, w, m, v: aten._native_batch_norm_legit_functional.default(x, w, w, m, v, True, 0.1, 1e-5),
+        (rand(14, 3, 2), rand(3), rand(3), rand(3).abs()),
+    ),
+    "native_batch_norm_backward": (
+        lambda g, x, w, m, v: aten.native_batch_norm_backward.default(
+            g, x, w, m, v, m, v, True, 1e-5, [True, True, True]
+        ),
+        (rand(14, 3, 2), rand(14, 3, 2), rand(3), rand(3), rand(3).abs()),
+    ),
+    "nll_loss_forward": (
+        lambda x, t, w: aten.nll_loss_forward.default(x, t, w, 1, 1),
+        (rand(14, 3), ints(3, 14), rand(3).abs()),
+    ),
+    "nll_loss2d_forward": (
+        lambda x, t: aten.nll_loss2d_forward.default(x, t, None, 2, -100),
+        (rand(14, 3, 2, 2), ints(3, 14, 2, 2)),
+    ),
+    **{
+        name: (
+            default(name),
+            (rand(14, 3).sigmoid(), rand(14, 3).sigmoid()),
+        )
+        for name in (
+            "mse_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+            "soft_margin_loss",
+        )
+    },
+    **{
+        f"{name}_backward": (
+            default(f"{name}_backward", *rest),
+            (rand(), rand(14, 3).sigmoid(), rand(14, 3).sigmoid()),
+        )
+        for name, rest in {
+            "mse_loss": (1,),
+            "smooth_l1_loss": (1, 0.3),
+            "huber_loss": (2, 0.3),
+            "binary_cross_entropy": (None, 1),
+            "soft_margin_loss": (1,),
+        }.items()
+    },
     "trace": (lambda x: aten.trace.default(x), (rand(14, 14),)),
 }
 
@@ -72,12 +137,12 @@ def test_every_decomposition_is_tested() -> None:
 def test_a_decomposition_is_the_op(name: str, layout: Sharded, world: int) -> None:
     fn, args = CALLS[name]
     step = step_graph(fn, args)
-    layouts = tuple(layout.canonical(world) for _ in args)
+    layouts = tuple(layout.canonical(world) if x.dim() and len(x) == 14 else R for x in args)
     plan = propagate(step, Constraints(layouts, (None,) * len(step.outputs)), world)
     results = run(step, plan, world, args)
     for parts, place, want in zip(zip(*results, strict=True), plan.outputs, tree_leaves(fn(*args)), strict=True):
         assert place is not None
-        tolerance = 2e-2 if want.dtype == torch.bfloat16 else 1e-12
+        tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-5}.get(want.dtype, 1e-12)
         torch.testing.assert_close(join(list(parts), place), want, rtol=tolerance, atol=tolerance, equal_nan=True)
     collectives = partition(step, plan, Axis(world, 0, "0")).collectives
     gathered = [c for c in collectives if c.op == "all_gather" and c.after == "R" and c.before.startswith("S")]

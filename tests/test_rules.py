@@ -38,6 +38,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "view_split": (lambda x: aten.view.default(x, [7, 2, 2]), (rand(7, 4),)),
     "squeeze": (lambda x: aten.squeeze.dims(x, [0, 1]), (rand(7, 1, 4),)),
     "squeeze_dim": (lambda x: aten.squeeze.dim(x, 0), (rand(3, 4),)),
+    "view_as_real": (lambda x: aten.view_as_real.default(x), (torch.complex(rand(7, 4), rand(7, 4)),)),
+    "view_as_complex": (lambda x: aten.view_as_complex.default(x), (rand(7, 4, 2),)),
     "unsqueeze": (lambda x: aten.unsqueeze.default(x, 1), (rand(7, 4),)),
     "t": (lambda x: aten.t.default(x), (rand(7, 4),)),
     "transpose": (lambda x: aten.transpose.int(x, 0, -1), (rand(7, 4, 3),)),
@@ -144,6 +146,42 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "triangular": (
         lambda a, b: aten.linalg_solve_triangular.default(a, b, upper=True),
         (rand(3, 3, 3).triu() + 5 * torch.eye(3, dtype=F64), rand(3, 3, 2)),
+    ),
+    "diagonal": (lambda x: aten.diagonal.default(x, 1, 0, 2), (rand(4, 7, 3),)),
+    "diagonal_backward": (lambda g: aten.diagonal_backward.default(g, [4, 7, 3], 1, 0, 2), (rand(7, 2),)),
+    "layer_norm_backward": (
+        lambda g, x, m, r, w: aten.native_layer_norm_backward.default(g, x, [3], m, r, w, w, [True, True, True]),
+        (rand(3, 2, 3), rand(3, 2, 3), rand(3, 2, 1), rand(3, 2, 1).abs(), rand(3)),
+    ),
+    "layer_norm_backward_empty": (
+        lambda g, x, m, r, w: aten.native_layer_norm_backward.default(g, x, [3], m, r, w, w, [True, True, False]),
+        (rand(4, 3), rand(4, 3), rand(4, 1), rand(4, 1).abs(), rand(3)),
+    ),
+    "group_norm_backward": (
+        lambda g, x, m, r, w: aten.native_group_norm_backward.default(g, x, m, r, w, 7, 4, 3, 2, [True, True, True]),
+        (rand(7, 4, 3), rand(7, 4, 3), rand(7, 2), rand(7, 2).abs(), rand(4)),
+    ),
+    "batch_norm_eval": (
+        lambda x, w, m, v: aten._native_batch_norm_legit_no_training.default(x, w, w, m, v, 0.1, 1e-5),
+        (rand(7, 4, 3), rand(4), rand(4), rand(4).abs()),
+    ),
+    "batch_norm_eval_backward": (
+        lambda g, x, w, m, v: aten.native_batch_norm_backward.default(
+            g, x, w, m, v, m, v, False, 1e-5, [True, True, True]
+        ),
+        (rand(7, 4, 3), rand(7, 4, 3), rand(4), rand(4), rand(4).abs()),
+    ),
+    "nll_backward": (
+        lambda g, x, t, w: aten.nll_loss_backward.default(g, x, t, None, 1, -100, w),
+        (rand(), rand(7, 4), ints(4, 7), torch.tensor(7.0, dtype=F64)),
+    ),
+    "nll_backward_each": (
+        lambda g, x, t, w: aten.nll_loss_backward.default(g, x, t, None, 0, -100, w),
+        (rand(7), rand(7, 4), ints(4, 7), torch.tensor(7.0, dtype=F64)),
+    ),
+    "nll2d_backward": (
+        lambda g, x, t, w: aten.nll_loss2d_backward.default(g, x, t, None, 1, -100, w),
+        (rand(), rand(7, 4, 3, 2), ints(4, 7, 3, 2), torch.tensor(7.0, dtype=F64)),
     ),
     "fused_adamw": (
         lambda p, g, m, v, s: aten._fused_adamw.default(

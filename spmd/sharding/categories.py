@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spmd.sharding import emit
-from spmd.sharding.rule import BlockRule, Call, Rule, Shape, ViewRule, labelled
+from spmd.sharding.rule import OWN, BlockRule, Call, Labels, Rule, Shape, ViewRule, labelled
 
 aten = torch.ops.aten
 Linear = tuple[tuple[int, ...], ...]
@@ -96,6 +96,13 @@ def view(call: Call) -> Rule | None:
         source=call.inputs[0],
         result=main_output(call),
     )
+
+
+def view_complex(call: Call) -> Rule:
+    """view_as_real and view_as_complex: the last dim of the real side holds the two parts."""
+    n = min(len(call.inputs[0]), len(main_output(call)))
+    labels = lambda shape: [*range(n), *[None] * (len(shape) - n)]  # noqa: E731
+    return labelled([labels(call.inputs[0])], [labels(main_output(call))], linear=((0,),), view=True)
 
 
 def permute(call: Call) -> Rule:
@@ -191,8 +198,60 @@ def norm(call: Call) -> Rule:
     return leading(call, len(call.inputs[0]) - len(call.arg("normalized_shape")), operands=(0,))
 
 
+def norm_backward(call: Call) -> Rule:
+    """Their adjoints: gradients of weight and bias are sums over those dims."""
+    count = len(call.inputs[0]) - len(call.arg("normalized_shape"))
+    alike = [j for j, s in enumerate(call.inputs) if len(s) == len(call.inputs[0])]
+    rule = leading(call, count, operands=alike, linear=((0,),))
+    return replace(rule, reduce=dict.fromkeys(range(count), "sum"), outputs=gradients(rule))
+
+
 def group_norm(call: Call) -> Rule:
     return leading(call, 1, operands=(0,), emit=emit.group_norm, nonempty=True)
+
+
+def group_norm_backward(call: Call) -> Rule:
+    rule = leading(call, 1, operands=(0, 1, 2, 3), linear=((0,),), emit=emit.group_norm, nonempty=True)
+    return replace(rule, reduce={0: "sum"}, outputs=gradients(rule))
+
+
+def gradients(rule: Rule) -> tuple[Labels | None, ...]:
+    """The first output lies as the input does; the others, of weights, have no dim in common with it."""
+    return rule.outputs[0], *(None if o is None else (None,) * len(o) for o in rule.outputs[1:])
+
+
+def batch_norm(call: Call) -> Rule:
+    """Channels are independent, in evaluation all is. In training the statistics are the batch's, or each rank's own where that's asked for."""
+    training = bool(call.arg("training" if call.has("training") else "train", False))
+    n, channels = len(call.inputs[0]), call.inputs[0][1]
+    x: list[Hashable] = [OWN, 1, *[None] * (n - 2)] if training else list(range(n))
+
+    def labels(shape: Shape | None) -> list[Hashable]:
+        return x if shape is not None and len(shape) == n else [1 if size == channels else None for size in shape or ()]
+
+    outs = [None if o is None or o == (0,) else labels(o) for o in call.outputs]
+    how = ("", "sum", "sum") if call.has("output_mask") else ("", "own", "own", "avg", "avg")
+    reduce = dict.fromkeys([k for k in x if k not in (1, None)], how)
+    return labelled([labels(s) for s in call.inputs], outs, reduce=reduce, nonempty=True, own=training)
+
+
+def loss_backward(call: Call) -> Rule:
+    """nll_loss_backward: what the loss was divided by is given, so samples are independent."""
+    if len(call.inputs[1]) == 1:
+        return whole_value(call)
+    batch = [[0, *[None] * (len(s) - 1)] if j < 3 and s else [None] * len(s) for j, s in enumerate(call.inputs)]
+    return labelled(batch, [batch[1]], linear=((0,),), nonempty=True)
+
+
+def diagonal(call: Call) -> Rule:
+    """The two dims of the diagonal become the last; its adjoint puts it back."""
+    whole = call.arg("input_sizes") or call.inputs[0]
+    crossed = call.dims([call.arg("dim1"), call.arg("dim2")], len(whole))
+    full = [None if d in crossed else d for d in range(len(whole))]
+    thin = [*(d for d in range(len(whole)) if d not in crossed), None]
+    if call.has("input_sizes"):
+        return labelled([thin], [full], linear=((0,),), sizes="input_sizes")
+    return labelled([full], [thin], linear=((0,),))
 
 
 def image(call: Call, linear: Linear = NONE) -> Rule:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from spmd.graph.step import Role, StepGraph
 from spmd.sharding.layout import Layout
@@ -22,6 +23,7 @@ class Constraints:
     outputs: tuple[Layout | None, ...]
     gradients: Mapping[str, Layout] = field(default_factory=dict)
     axis: int = 0
+    buffers: Literal["global", "local"] = "global"  # whose statistics batch norm takes: the batch's, or each rank's own
 
 
 def pin(constraints: Constraints, step: StepGraph, placed: Mapping[str, Layout]) -> Constraints:
@@ -37,4 +39,4 @@ def pin(constraints: Constraints, step: StepGraph, placed: Mapping[str, Layout])
         outputs.append(
             inputs[out.updates] if out.updates is not None else gradients.get(owner, layout) if owner else layout
         )
-    return Constraints(inputs, tuple(outputs), gradients, constraints.axis)
+    return replace(constraints, inputs=inputs, outputs=tuple(outputs), gradients=gradients)

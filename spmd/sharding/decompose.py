@@ -1,41 +1,37 @@
-"""Ops along a split dim, written with partial sums and maxima: a few numbers move where the rule of the op itself would gather the whole.
+"""Ops that work along a split dim, written with partial sums and maxima: a few numbers move where the op itself would need the whole.
 
-A decomposition is a function with the op's own signature, over whole tensors. Propagation puts it in the op's place where the dim that the op works
-along is split; everywhere else the op stays as it is.
+A decomposition is a function with the op's own signature, over whole tensors. Propagation puts it in the op's place where it's needed; everywhere else
+(another dim is split, or none) the op and its kernel stay.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from spmd._torch import make_fx
+from spmd._torch import decomposition_table, make_fx
+from spmd.sharding import decompositions as d
 from spmd.sharding.layout import Layout, Sharded
 from spmd.sharding.rule import Call
 
+aten = torch.ops.aten
 
-@dataclass(frozen=True)
-class Decomposition:
-    """What an op is along the dims that `dims(call)` gives of its input `operand`."""
 
+class Row(NamedTuple):
     function: Callable[..., Any]
-    dims: Callable[[Call], Sequence[int]]
-    operand: int = 0
+    needed: Callable[[Call, Sequence[Layout]], bool]
 
 
-def decomposition(call: Call, layouts: Sequence[Layout]) -> Decomposition | None:
-    """The decomposition of `call` if it works along a dim that is split."""
-    found = TABLE.get(call.name)
-    split = layouts[found.operand] if found is not None and found.operand < len(layouts) else None
-    return found if found is not None and isinstance(split, Sharded) and split.dim in found.dims(call) else None
+def decomposition(call: Call, layouts: Sequence[Layout]) -> Callable[..., Any] | None:
+    """The decomposition of `call`, whose tensors lie as `layouts` say, if it works along a split dim."""
+    row = TABLE.get(call.name)
+    return row.function if row is not None and layouts and row.needed(call, layouts) else None
 
 
 def decompose(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> list[fx.Node]:
@@ -50,6 +46,7 @@ def decompose(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> l
 
     with fake:
         traced = make_fx(run)(*inputs.values())
+    traced.graph.eliminate_dead_code()
     env: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     inherited = {k: v for k, v in node.meta.items() if k not in ("val", "varies", "grad_of")}
     new: list[fx.Node] = []
@@ -59,182 +56,121 @@ def decompose(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> l
                 env[inner] = graph.node_copy(inner, env.__getitem__)
                 env[inner].meta = {**inherited, "val": inner.meta["val"]}
                 new.append(env[inner])
-            elif inner.op == "get_attr":
-                raise AssertionError(f"{node.target}: a decomposition builds its constants with factories")
-    results = map_arg(traced.graph.output_node().args[0], env.__getitem__)
-    replace(graph, node, results)
+    replace(graph, node, map_arg(traced.graph.output_node().args[0], env.__getitem__))
     return new
 
 
 def replace(graph: fx.Graph, node: fx.Node, results: Any) -> None:
     """Let all who read `node`, or an element of it, read `results`."""
     if isinstance(results, fx.Node):
-        results.meta = {**node.meta, "val": results.meta["val"]}
-        node.replace_all_uses_with(results)
-    else:
-        for user in list(node.users):
-            assert user.target is operator.getitem
-            result = results[user.args[1]]
-            result.meta = {**user.meta, "val": result.meta["val"]}
-            user.replace_all_uses_with(result)
-            graph.erase_node(user)
+        adopt(graph, node, results)
+        return
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        adopt(graph, user, results[user.args[1]])
     graph.erase_node(node)
 
 
-# ---------------------------------------------------------------------------------------------- the dims of an op
+def adopt(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
+    """`result` takes the place of `node`."""
+    if result.op == "call_function":
+        result.meta = {**node.meta, "val": result.meta["val"]}
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
 
 
-def along(call: Call) -> list[int]:
-    return call.dims(call.arg("dim"), len(call.inputs[0]))
+# ---------------------------------------------------------------------------------------------- when it's needed
 
 
-def along_one(call: Call) -> list[int]:
-    """`dim` of an overload that has one: max.dim, not max of everything."""
-    return along(call) if call.has("dim") else []
+def split(layout: Layout, dims: Sequence[int]) -> bool:
+    return isinstance(layout, Sharded) and layout.dim in dims
 
 
-def matrix(call: Call) -> list[int]:
+def along(call: Call, layouts: Sequence[Layout]) -> bool:
+    """The dims that the op reduces, or works along, are split."""
+    return split(layouts[0], call.dims(call.arg("dim"), len(call.inputs[0])))
+
+
+def along_one(call: Call, layouts: Sequence[Layout]) -> bool:
+    """For overloads with a dim: max.dim, not max of everything."""
+    return call.has("dim") and along(call, layouts)
+
+
+def matrix(call: Call, layouts: Sequence[Layout]) -> bool:
     n = len(call.inputs[0])
-    return [n - 2, n - 1]
+    return split(layouts[0], (n - 2, n - 1))
 
 
-def diagonals(call: Call) -> list[int]:
-    """The two dims of a square diagonal."""
-    shape = call.inputs[0]
-    d1, d2 = (d % len(shape) for d in (call.arg("dim1"), call.arg("dim2")))
-    return [d1, d2] if call.arg("offset") == 0 and shape[d1] == shape[d2] else []
+def square(call: Call, layouts: Sequence[Layout]) -> bool:
+    """A main diagonal, and what it's taken from or put into is split along it."""
+    backward = call.has("input_sizes")
+    shape = call.arg("input_sizes") or call.inputs[0]
+    d1, d2 = call.dims([call.arg("dim1"), call.arg("dim2")], len(shape))
+    main = call.arg("offset") == 0 and shape[d1] == shape[d2]
+    return main and split(layouts[0], (len(shape) - 2,) if backward else (d1, d2))
 
 
-# ---------------------------------------------------------------------------------------------- decompositions
+def anywhere(call: Call, layouts: Sequence[Layout]) -> bool:
+    """For losses, which count the whole batch."""
+    return any(isinstance(p, Sharded) for p in layouts)
 
 
-def opmath(x: torch.Tensor) -> torch.Tensor:
-    """Low precision is summed in float32, as the kernels do."""
-    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+def statistics(call: Call, layouts: Sequence[Layout]) -> bool:
+    """Batch norm in training, with anything but the channels split."""
+    training = call.arg("training" if call.has("training") else "train")
+    return training and any(
+        isinstance(p, Sharded) and p.dim != 1 for p, s in zip(layouts, call.inputs, strict=True) if len(s) > 1
+    )
 
 
-def highest(x: torch.Tensor, dim: Any) -> torch.Tensor:
-    """The maximum to subtract before exp: finite, so that a row of -inf gives what it gives in eager."""
-    top = x.amax(dim, True)
-    return torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
+# ---------------------------------------------------------------------------------------------- table
 
 
-def softmax(x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
-    high = opmath(x)
-    e = (high - high.amax([dim], True)).exp()
-    return (e / e.sum([dim], True)).to(torch.float32 if half_to_float else x.dtype)
+def torchs(op: Any) -> Callable[..., Any]:
+    """torch's own decomposition, where it keeps to plain ATen ops and to the kernel's results within rounding."""
 
-
-def safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    high = opmath(x.to(dtype or x.dtype))
-    masked = high.amax([dim], True) == -math.inf
-    return torch.where(masked, torch.zeros_like(high), softmax(high, dim)).to(dtype or x.dtype)
-
-
-def log_softmax(x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
-    high = opmath(x)
-    shifted = high - high.amax([dim], True)
-    return (shifted - shifted.exp().sum([dim], True).log()).to(torch.float32 if half_to_float else x.dtype)
-
-
-def softmax_backward(grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype) -> torch.Tensor:
-    product = opmath(grad) * output
-    return (product - output * product.sum([dim], True)).to(input_dtype)
-
-
-def log_softmax_backward(grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype) -> torch.Tensor:
-    high = opmath(grad)
-    return (high - output.exp() * high.sum([dim], True)).to(input_dtype)
-
-
-def logsumexp(x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
-    high = opmath(x)
-    top = highest(high, dim)
-    total = (high - top).exp().sum(dim, True).log() + top
-    return (total if keepdim else torch.squeeze(total, dim)).to(x.dtype)
-
-
-def first_at(x: torch.Tensor, best: torch.Tensor, dim: int) -> torch.Tensor:
-    """Where along `dim` the value `best` (of size 1 there) stands first; a NaN counts as best."""
-    n = x.shape[dim]
-    place = torch.arange(n, device=x.device).view([n if d == dim % x.dim() else 1 for d in range(x.dim())])
-    return torch.where((x == best) | (x != x), place, n).amin([dim], True)
-
-
-def extremum_along(amax: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def function(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        best = amax(x, [dim], True)
-        found = best, first_at(x, best, dim)
-        return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
+    def function(*args: Any, **kwargs: Any) -> Any:
+        found = decomposition_table[op](*args, **kwargs)
+        return tuple(found) if isinstance(found, tuple) else found  # a plain tuple: named ones are traced as calls
 
     return function
 
 
-def place_of(amax: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def function(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-        if dim is None:
-            whole = x.reshape(-1)
-            place = first_at(whole, amax(whole, [0], True), 0)
-            return place.view([1] * x.dim() if keepdim else [])
-        place = first_at(x, amax(x, [dim], True), dim)
-        return place if keepdim else place.squeeze(dim)
-
-    return function
-
-
-def triangle(keep: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def function(x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
-        mask = keep(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device), diagonal)
-        return torch.where(mask, x, torch.zeros_like(x))
-
-    return function
-
-
-def on_diagonal(x: torch.Tensor, dim1: int, dim2: int) -> torch.Tensor:
-    """`x` with zeros off the diagonal of two dims of one size."""
-    n = x.shape[dim1]
-    eye = torch.eye(n, dtype=torch.bool, device=x.device)
-    mask = eye.view([n if d in (dim1 % x.dim(), dim2 % x.dim()) else 1 for d in range(x.dim())])
-    return torch.where(mask, x, torch.zeros_like(x))
-
-
-def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
-    d1, d2 = sorted((dim1 % x.dim(), dim2 % x.dim()))
-    return on_diagonal(x, d1, d2).sum([d2], dtype=x.dtype).movedim(d1, -1)
-
-
-def diagonal_backward(
-    grad: torch.Tensor, input_sizes: Sequence[int], offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> torch.Tensor:
-    d1, d2 = sorted((dim1 % len(input_sizes), dim2 % len(input_sizes)))
-    return on_diagonal(grad.movedim(-1, d1).unsqueeze(d2).expand(input_sizes), d1, d2)
-
-
-def diagonal_result(call: Call) -> list[int]:
-    """The diagonal is the last dim of a gradient."""
-    sizes = call.arg("input_sizes")
-    square = sizes[call.arg("dim1")] == sizes[call.arg("dim2")] and call.arg("offset") == 0
-    return [len(call.inputs[0]) - 1] if square else []
-
-
-def trace(x: torch.Tensor) -> torch.Tensor:
-    return diagonal(x).sum(dtype=x.dtype)
-
-
-TABLE: dict[str, Decomposition] = {
-    "_softmax": Decomposition(softmax, along),
-    "_safe_softmax": Decomposition(safe_softmax, along),
-    "_log_softmax": Decomposition(log_softmax, along),
-    "_softmax_backward_data": Decomposition(softmax_backward, along),
-    "_log_softmax_backward_data": Decomposition(log_softmax_backward, along),
-    "logsumexp": Decomposition(logsumexp, along),
-    "max": Decomposition(extremum_along(torch.amax), along_one),
-    "min": Decomposition(extremum_along(torch.amin), along_one),
-    "argmax": Decomposition(place_of(torch.amax), along),
-    "argmin": Decomposition(place_of(torch.amin), along),
-    "tril": Decomposition(triangle(torch.tril), matrix),
-    "triu": Decomposition(triangle(torch.triu), matrix),
-    "diagonal": Decomposition(diagonal, diagonals),
-    "diagonal_backward": Decomposition(diagonal_backward, diagonal_result),
-    "trace": Decomposition(trace, matrix),
+TABLE: dict[str, Row] = {
+    "_softmax": Row(d.softmax, along),
+    "_safe_softmax": Row(d.safe_softmax, along),
+    "_log_softmax": Row(d.log_softmax, along),
+    "_softmax_backward_data": Row(d.softmax_backward, along),
+    "_log_softmax_backward_data": Row(d.log_softmax_backward, along),
+    "logsumexp": Row(d.logsumexp, along),
+    "var": Row(d.var, along),
+    "var_mean": Row(d.var_mean, along),
+    "std": Row(d.std, along),
+    "std_mean": Row(d.std_mean, along),
+    "linalg_vector_norm": Row(d.vector_norm, along),
+    "max": Row(d.extremum_along(torch.amax), along_one),
+    "min": Row(d.extremum_along(torch.amin), along_one),
+    "argmax": Row(d.place_of(torch.amax), along),
+    "argmin": Row(d.place_of(torch.amin), along),
+    "tril": Row(d.triangle(torch.tril), matrix),
+    "triu": Row(d.triangle(torch.triu), matrix),
+    "diagonal": Row(d.diagonal, square),
+    "diagonal_backward": Row(d.diagonal_backward, square),
+    "trace": Row(d.trace, matrix),
+    "_native_batch_norm_legit": Row(d.batch_norm_no_statistics, statistics),
+    "_native_batch_norm_legit_functional": Row(d.batch_norm, statistics),
+    "native_batch_norm_backward": Row(torchs(aten.native_batch_norm_backward.default), statistics),
+    "nll_loss_forward": Row(torchs(aten.nll_loss_forward.default), anywhere),
+    "nll_loss2d_forward": Row(torchs(aten.nll_loss2d_forward.default), anywhere),
+    "mse_loss": Row(torchs(aten.mse_loss.default), anywhere),
+    "mse_loss_backward": Row(torchs(aten.mse_loss_backward.default), anywhere),
+    "smooth_l1_loss": Row(torchs(aten.smooth_l1_loss.default), anywhere),
+    "smooth_l1_loss_backward": Row(torchs(aten.smooth_l1_loss_backward.default), anywhere),
+    "huber_loss": Row(torchs(aten.huber_loss.default), anywhere),
+    "huber_loss_backward": Row(torchs(aten.huber_loss_backward.default), anywhere),
+    "binary_cross_entropy": Row(torchs(aten.binary_cross_entropy.default), anywhere),
+    "binary_cross_entropy_backward": Row(torchs(aten.binary_cross_entropy_backward.default), anywhere),
+    "binary_cross_entropy_with_logits": Row(torchs(aten.binary_cross_entropy_with_logits.default), anywhere),
+    "soft_margin_loss": Row(torchs(aten.soft_margin_loss.default), anywhere),
+    "soft_margin_loss_backward": Row(torchs(aten.soft_margin_loss_backward.default), anywhere),
 }

@@ -1,7 +1,7 @@
 """Layouts: how one tensor lies on one mesh axis.
 
   R                       the whole tensor on every rank
-  P(op)                   every rank holds a summand (or candidate) of the whole: sum, max, min
+  P(op)                   every rank holds a summand (or candidate) of the whole: sum, avg, max, min; own: a value of its own, that stays there
   S(dim | outer, n, inner)  `dim` is seen as (outer, n, inner) and the factor n is split like `torch.chunk`. outer > 1 is the strided shard
                           of a batch that lies inside another flattened dim; inner > 1 matters where n doesn't divide.
 
@@ -141,6 +141,7 @@ def join(parts: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
             return stack.all(0) if layout.op == "min" else stack.any(0)
         return {
             "sum": lambda: stack.sum(0, dtype=stack.dtype),
+            "avg": lambda: stack.mean(0),
             "max": lambda: stack.amax(0),
             "min": lambda: stack.amin(0),
         }[layout.op]()

@@ -211,6 +211,9 @@ class Partition:
         if self.axis.world == 1:
             self.env[x, b] = local
             return local
+        if a == Partial("own"):
+            what = f"{x.target} is taken of each rank's own part of the batch; {self.reader} needs it of the whole"
+            raise PlacementError(Offence(what, where(self.reader or x), remedy='use buffers="global"'))
         shape = tuple(x.meta["val"].shape)
         moved = redistribute(
             self.build, local, shape, a, b, Wire(self.axis.group, self.note(x, a, b)), self.padded.get(x)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from spmd.graph.step import Role, StepGraph
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.decompose import decompose, decomposition
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, shard
-from spmd.sharding.rule import Call, Rule, Transfer
+from spmd.sharding.rule import OWN, Call, Rule, Transfer
 from spmd.sharding.sources import rule_for
 
 BATCH, STATE = (
@@ -125,15 +125,17 @@ class Propagation:
     def rule(self, node: fx.Node) -> tuple[Call, Rule | None]:
         if node not in self.rules:
             call = Call(node)
-            self.rules[node] = call, rule_for(call)
+            rule = rule_for(call)
+            if rule is not None and rule.own and self.constraints.buffers == "global":
+                rule = rule.without(OWN)
+            self.rules[node] = call, rule
         return self.rules[node]
 
     def place(self, node: fx.Node) -> None:
         call, rule = self.rule(node)
         current = [self.read(x, node) for x in call.tensors]
-        instead = decomposition(call, current) if self.world > 1 else None
-        if instead is not None and call.tensors[instead.operand] not in self.plan.views:
-            for new in decompose(self.step.graph, node, instead.function):
+        if (instead := self.instead(call, rule, current)) is not None:
+            for new in decompose(self.step.graph, node, instead):
                 self.visit(new)
             return
         best: tuple[float, list[Layout | None], list[Layout], str, bool] | None = None
@@ -144,6 +146,11 @@ class Propagation:
         assert best is not None
         _, wants, outs, kind, linear = best
         self.commit(call, rule, current, wants, outs, kind)
+
+    def instead(self, call: Call, rule: Rule | None, current: list[Layout]) -> Callable[..., Any] | None:
+        """What to decompose the op into: not where each rank's own part is meant."""
+        own = rule is not None and rule.own and self.constraints.buffers == "local"
+        return None if own or self.world == 1 else decomposition(call, current)
 
     def read(self, x: fx.Node, reader: fx.Node) -> Layout:
         """The layout in which `reader` finds `x`: a gradient is partial only to what accumulates into it."""
@@ -243,6 +250,8 @@ class Propagation:
         size = self.bytes(x)
         if isinstance(a, Replicated):
             return 0.01 if isinstance(b, Sharded) else 0.02
+        if isinstance(a, Partial) and a.op == "own":
+            return FORBIDDEN
         if isinstance(a, Partial):
             return 2.0 * size + 1 if isinstance(b, Replicated) else size + 1.0 if isinstance(b, Sharded) else FORBIDDEN
         if b == R and (self.plan.views.get(x), R) in self.moved:

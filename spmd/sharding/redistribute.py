@@ -155,6 +155,8 @@ def reduce_scatter(build: Build, x: fx.Node, shape: Shape, p: Partial, b: Layout
 def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
     """The whole from summands or candidates."""
     val = build.val(x)
+    if p.op == "avg":
+        return build.op(aten.div.Scalar, reduce_all(build, x, Partial(), wire), build.world)
     if val.dtype == torch.bool:  # not a type that backends reduce; or is max, and is min
         wide = build.op(aten._to_copy.default, x, dtype=torch.uint8)
         moved = wire.start(

@@ -20,6 +20,7 @@ from spmd.sharding.layout import Layout, Partial, R, Sharded, ceil_div
 if TYPE_CHECKING:
     from spmd.sharding.emit import Expansion
 
+OWN = "own"  # label of a dim along which an op takes statistics
 Labels = tuple[Hashable | None, ...]
 Shape = tuple[int, ...]
 Transfer = tuple[list[Layout | None], list[Layout]]  # wanted input layouts (None: any), output layouts
@@ -81,7 +82,7 @@ class Rule:
 
     inputs: tuple[Labels | None, ...]  # None: only the shape matters, any layout will do
     outputs: tuple[Labels | None, ...]
-    reduce: Mapping[Hashable, str] = field(default_factory=dict)
+    reduce: Mapping[Hashable, str | tuple[str, ...]] = field(default_factory=dict)  # for all outputs, or for each
     linear: tuple[tuple[int, ...], ...] = ()  # sets of inputs in which the op is jointly linear: P in, P out
     base: int | None = None  # input that is added once: where the contribution is split, rank 0 alone holds it
     sizes: str = ""  # argument that repeats the output's shape
@@ -91,6 +92,7 @@ class Rule:
     view: bool = False  # yields another view of its first input
     shape_only: bool = False  # values of the first input don't matter: zeros_like
     whole: bool = False  # always runs at global shape on replicated inputs: random draws
+    own: bool = False  # the label OWN makes each rank work on its own part: allowed only where that's asked for
 
     def transfer(self, i: int, s: Sharded, world: int) -> Transfer | None:
         """Layouts of all inputs and outputs where input `i` is sharded as `s`; None if the op can't run so."""
@@ -102,14 +104,20 @@ class Rule:
         for other in self.inputs:
             ins.append(None if other is None else at(s, other, label) or R)
         outs: list[Layout] = []
-        for out in self.outputs:
+        for k, out in enumerate(self.outputs):
             placed = at(s, out, label)
             if placed is None and out is not None and label not in self.reduce:
                 return None
-            outs.append(placed or (R if out is None else Partial(self.reduce[label])))
+            how = self.reduce.get(label, "")
+            outs.append(placed or (R if out is None else Partial(how if isinstance(how, str) else how[k])))
         if self.base is not None and any(isinstance(o, Partial) for o in outs):
             ins[self.base] = Partial()
         return ins, outs
+
+    def without(self, label: Hashable) -> Rule:
+        """The rule where dims with this label can't be split."""
+        strike = lambda labels: labels and tuple(None if x == label else x for x in labels)  # noqa: E731
+        return replace(self, inputs=tuple(map(strike, self.inputs)), outputs=tuple(map(strike, self.outputs)))
 
 
 def at(s: Sharded, labels: Labels | None, label: Hashable) -> Sharded | None:

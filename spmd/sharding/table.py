@@ -66,6 +66,7 @@ row(
 
 # dims moved, split, merged
 row(c.view, "view _unsafe_view reshape squeeze unsqueeze _reshape_alias")
+row(c.view_complex, "view_as_real view_as_complex")
 row(c.permute, "t transpose permute")
 row(c.expand, "expand")
 row(c.repeat, "repeat")
@@ -73,6 +74,7 @@ row(c.window, "slice slice_backward split split_with_sizes unsafe_split unfold")
 row(partial(c.window, linear=((0, 1),)), "slice_scatter")
 row(c.select, "select unbind")
 row(c.select_adjoint, "select_backward select_scatter")
+row(c.diagonal, "diagonal diagonal_backward")
 row(c.cat, "cat")
 row(c.stack, "stack")
 row(c.pad, "constant_pad_nd")
@@ -99,13 +101,21 @@ row(
 # independent along all dims but one
 row(
     c.along,
-    "_softmax _safe_softmax _log_softmax cumprod logcumsumexp sort topk argmax argmin argsort logsumexp prod softmax log_softmax cummax cummin median kthvalue mode nanmedian",
+    "_softmax _safe_softmax _log_softmax cumprod logcumsumexp sort topk argmax argmin argsort logsumexp prod softmax log_softmax cummax cummin median kthvalue mode nanmedian var var_mean std std_mean linalg_vector_norm",
 )
 row(partial(c.along, linear=FIRST), "_softmax_backward_data _log_softmax_backward_data cumsum flip")
 row(partial(c.along, linear=FIRST, dim="dims"), "roll")
 
 # one number, or memory as it lies: of the whole only
 row(c.whole_value, "_local_scalar_dense equal is_nonzero")
+# losses count the batch: decomposed where it's split
+row(
+    c.whole_value,
+    """
+    nll_loss_forward nll_loss2d_forward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward""",
+)
+row(c.loss_backward, "nll_loss_backward nll_loss2d_backward")
 row(partial(c.whole_value, emit=emit.restrided), "as_strided as_strided_scatter")
 
 # indices
@@ -120,7 +130,13 @@ row(c.index_add, "index_add")
 
 # independent over the leading dims
 row(c.norm, "native_layer_norm _fused_rms_norm")
+row(c.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward")
 row(c.group_norm, "native_group_norm")
+row(c.group_norm_backward, "native_group_norm_backward")
+row(
+    c.batch_norm,
+    "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_batch_norm_backward",
+)
 row(
     c.image,
     """
