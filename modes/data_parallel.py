@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import torch
 import torch.fx as fx
@@ -28,6 +29,8 @@ class DataParallelMode(ParallelMode):
 
     parallel_style: "replicate" or "fully_shard", see DataParallelStyle.
     input_batch_dim, replicated_inputs: see ParallelMode.
+    buffers: "global": batch norm takes the statistics of the whole batch, as on one device. "local": each rank normalizes its share by its own
+        statistics, and the running ones are averaged over the ranks; faster, and no longer what one device computes.
 
     Example:
         @spmd.compile(parallel_mode=DataParallelMode("fully_shard"))
@@ -37,11 +40,14 @@ class DataParallelMode(ParallelMode):
     parallel_style: DataParallelStyle | str = DataParallelStyle.FULLY_SHARD
     input_batch_dim: int = 0
     replicated_inputs: tuple[str, ...] = ()
+    buffers: Literal["global", "local"] = "global"
 
     def __post_init__(self) -> None:
         styles = [s.value for s in DataParallelStyle]
         if self.parallel_style not in styles:
             raise PlacementError(f"parallel_style={self.parallel_style!r} is unknown; it's one of {styles}")
+        if self.buffers not in ("global", "local"):
+            raise PlacementError(f"buffers={self.buffers!r} is unknown; it's 'global' or 'local'")
         object.__setattr__(self, "parallel_style", DataParallelStyle(self.parallel_style))
         object.__setattr__(self, "replicated_inputs", tuple(self.replicated_inputs))
 
@@ -56,7 +62,7 @@ class DataParallelMode(ParallelMode):
         outputs = tuple(
             self.result(out, x, inputs, stored, world) for out, x in zip(step.outputs, step.results, strict=True)
         )
-        return Constraints(inputs, outputs, gradients=stored)
+        return Constraints(inputs, outputs, gradients=stored, buffers=self.buffers)
 
     def place(self, spec: Input, val: object, parameters: dict[str, Layout], world: int) -> Layout | None:
         if not isinstance(val, torch.Tensor):

@@ -40,6 +40,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "squeeze_dim": (lambda x: aten.squeeze.dim(x, 0), (rand(3, 4),)),
     "view_as_real": (lambda x: aten.view_as_real.default(x), (torch.complex(rand(7, 4), rand(7, 4)),)),
     "view_as_complex": (lambda x: aten.view_as_complex.default(x), (rand(7, 4, 2),)),
+    "unsqueeze_last": (lambda x: aten.unsqueeze.default(x, -1), (rand(7, 4),)),
     "unsqueeze": (lambda x: aten.unsqueeze.default(x, 1), (rand(7, 4),)),
     "t": (lambda x: aten.t.default(x), (rand(7, 4),)),
     "transpose": (lambda x: aten.transpose.int(x, 0, -1), (rand(7, 4, 3),)),

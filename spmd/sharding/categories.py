@@ -13,6 +13,7 @@ from spmd.sharding import emit
 from spmd.sharding.rule import OWN, BlockRule, Call, Labels, Rule, Shape, ViewRule, labelled
 
 aten = torch.ops.aten
+VIEW: dict[str, Any] = {"linear": ((0,),), "view": True}
 Linear = tuple[tuple[int, ...], ...]
 NONE: Linear = ()
 
@@ -98,11 +99,25 @@ def view(call: Call) -> Rule | None:
     )
 
 
+def squeeze(call: Call) -> Rule:
+    """Dims of size 1 dropped, by number: capture spells them out."""
+    n = len(call.inputs[0])
+    dropped = {d for d in call.dims(call.arg("dim"), n) if call.inputs[0][d] == 1}
+    labels = [None if d in dropped else d for d in range(n)]
+    return labelled([labels], [[d for d in labels if d is not None]], emit=emit.reshape, **VIEW)
+
+
+def unsqueeze(call: Call) -> Rule:
+    n = len(call.inputs[0])
+    d = call.dims(call.arg("dim"), n + 1)[0]
+    return labelled([list(range(n))], [[*range(d), None, *range(d, n)]], **VIEW)
+
+
 def view_complex(call: Call) -> Rule:
     """view_as_real and view_as_complex: the last dim of the real side holds the two parts."""
     n = min(len(call.inputs[0]), len(main_output(call)))
     labels = lambda shape: [*range(n), *[None] * (len(shape) - n)]  # noqa: E731
-    return labelled([labels(call.inputs[0])], [labels(main_output(call))], linear=((0,),), view=True)
+    return labelled([labels(call.inputs[0])], [labels(main_output(call))], **VIEW)
 
 
 def permute(call: Call) -> Rule:
@@ -116,7 +131,7 @@ def permute(call: Call) -> Rule:
             order[a], order[b] = order[b], order[a]
     else:
         order = call.dims(call.arg("dims"), n)
-    return labelled([list(range(n))], [order], linear=((0,),), view=True)
+    return labelled([list(range(n))], [order], **VIEW)
 
 
 def expand(call: Call) -> Rule:
@@ -230,9 +245,12 @@ def batch_norm(call: Call) -> Rule:
         return x if shape is not None and len(shape) == n else [1 if size == channels else None for size in shape or ()]
 
     outs = [None if o is None or o == (0,) else labels(o) for o in call.outputs]
-    how = ("", "sum", "sum") if call.has("output_mask") else ("", "own", "own", "avg", "avg")
+    backward = call.has("output_mask")
+    how = ("", "sum", "sum") if backward else ("", OWN, OWN, "avg", "avg")
     reduce = dict.fromkeys([k for k in x if k not in (1, None)], how)
-    return labelled([labels(s) for s in call.inputs], outs, reduce=reduce, nonempty=True, own=training)
+    saved = (len(call.inputs) - 2, len(call.inputs) - 1) if backward else ()
+    ins = [labels(s) for s in call.inputs]
+    return labelled(ins, outs, reduce=reduce, nonempty=True, own=saved if training else None)
 
 
 def loss_backward(call: Call) -> Rule:

@@ -24,7 +24,7 @@ from spmd.sharding.emit import Expansion
 from spmd.sharding.layout import Layout, Partial, Replicated, Sharded, padded_shape
 from spmd.sharding.propagate import Choice, Plan, accumulates
 from spmd.sharding.redistribute import Wire, redistribute
-from spmd.sharding.rule import Shape
+from spmd.sharding.rule import OWN, Shape
 
 aten = torch.ops.aten
 
@@ -211,7 +211,7 @@ class Partition:
         if self.axis.world == 1:
             self.env[x, b] = local
             return local
-        if a == Partial("own"):
+        if a == Partial(OWN):
             what = f"{x.target} is taken of each rank's own part of the batch; {self.reader} needs it of the whole"
             raise PlacementError(Offence(what, where(self.reader or x), remedy='use buffers="global"'))
         shape = tuple(x.meta["val"].shape)

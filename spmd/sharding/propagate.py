@@ -126,7 +126,7 @@ class Propagation:
         if node not in self.rules:
             call = Call(node)
             rule = rule_for(call)
-            if rule is not None and rule.own and self.constraints.buffers == "global":
+            if rule is not None and rule.own is not None and self.constraints.buffers == "global":
                 rule = rule.without(OWN)
             self.rules[node] = call, rule
         return self.rules[node]
@@ -149,7 +149,7 @@ class Propagation:
 
     def instead(self, call: Call, rule: Rule | None, current: list[Layout]) -> Callable[..., Any] | None:
         """What to decompose the op into: not where each rank's own part is meant."""
-        own = rule is not None and rule.own and self.constraints.buffers == "local"
+        own = rule is not None and rule.own is not None and self.constraints.buffers == "local"
         return None if own or self.world == 1 else decomposition(call, current)
 
     def read(self, x: fx.Node, reader: fx.Node) -> Layout:
@@ -250,7 +250,7 @@ class Propagation:
         size = self.bytes(x)
         if isinstance(a, Replicated):
             return 0.01 if isinstance(b, Sharded) else 0.02
-        if isinstance(a, Partial) and a.op == "own":
+        if isinstance(a, Partial) and a.op == OWN:
             return FORBIDDEN
         if isinstance(a, Partial):
             return 2.0 * size + 1 if isinstance(b, Replicated) else size + 1.0 if isinstance(b, Sharded) else FORBIDDEN

@@ -20,7 +20,7 @@ from spmd.sharding.layout import Layout, Partial, R, Sharded, ceil_div
 if TYPE_CHECKING:
     from spmd.sharding.emit import Expansion
 
-OWN = "own"  # label of a dim along which an op takes statistics
+OWN = "own"  # label of the batch where each rank may take statistics of its own share, and what P calls them
 Labels = tuple[Hashable | None, ...]
 Shape = tuple[int, ...]
 Transfer = tuple[list[Layout | None], list[Layout]]  # wanted input layouts (None: any), output layouts
@@ -92,7 +92,7 @@ class Rule:
     view: bool = False  # yields another view of its first input
     shape_only: bool = False  # values of the first input don't matter: zeros_like
     whole: bool = False  # always runs at global shape on replicated inputs: random draws
-    own: bool = False  # the label OWN makes each rank work on its own part: allowed only where that's asked for
+    own: tuple[int, ...] | None = None  # it has the label OWN; these inputs hold each rank's own statistics then
 
     def transfer(self, i: int, s: Sharded, world: int) -> Transfer | None:
         """Layouts of all inputs and outputs where input `i` is sharded as `s`; None if the op can't run so."""
@@ -110,6 +110,8 @@ class Rule:
                 return None
             how = self.reduce.get(label, "")
             outs.append(placed or (R if out is None else Partial(how if isinstance(how, str) else how[k])))
+        if label == OWN:
+            ins = [Partial(OWN) if j in (self.own or ()) else want for j, want in enumerate(ins)]
         if self.base is not None and any(isinstance(o, Partial) for o in outs):
             ins[self.base] = Partial()
         return ins, outs

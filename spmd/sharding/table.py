@@ -65,7 +65,9 @@ row(
 )
 
 # dims moved, split, merged
-row(c.view, "view _unsafe_view reshape squeeze unsqueeze _reshape_alias")
+row(c.view, "view _unsafe_view reshape _reshape_alias")
+row(c.squeeze, "squeeze")
+row(c.unsqueeze, "unsqueeze")
 row(c.view_complex, "view_as_real view_as_complex")
 row(c.permute, "t transpose permute")
 row(c.expand, "expand")

@@ -43,7 +43,7 @@ def compile(step: Callable[..., Any], style: str = "fully_shard", **options: Any
     import spmd
     from spmd.modes import DataParallelMode
 
-    mode = {key: options.pop(key) for key in ("input_batch_dim", "replicated_inputs") if key in options}
+    mode = {key: options.pop(key) for key in ("input_batch_dim", "replicated_inputs", "buffers") if key in options}
     return spmd.compile(step, parallel_mode=DataParallelMode(style, **mode), **options)
 
 
