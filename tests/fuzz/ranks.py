@@ -1,0 +1,152 @@
+"""All ranks of a compiled step in this process: captured once, cut into one program a rank, run in lockstep.
+
+What the runtime does with storage is done here on whole tensors that are cut and joined, so this tries capture, placement and partition alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd.capture import Capture, Slot, capture, flatten_leaves
+from spmd.debug import run_lockstep
+from spmd.graph.concrete import at
+from spmd.graph.local import LocalGraph
+from spmd.graph.step import STORED, Input, Role, StepGraph
+from spmd.graph.verify import verify_local, verify_step
+from spmd.modes import DataParallelMode
+from spmd.sharding.layout import Layout, Partial, join, local_shape, padded_shape, take
+from spmd.sharding.partition import Axis, partition
+from spmd.sharding.propagate import Plan, propagate
+
+Parts = list[Tensor]  # one a rank
+
+
+@dataclass
+class Ranks:
+    """Runs the calls of one captured step on `world` ranks.
+
+    Attributes:
+        stored: padded buffers of parameters, buffers and states, by name.
+        gradients: parts of what lies in `.grad` between calls, by parameter.
+    """
+
+    captured: Capture
+    mode: DataParallelMode
+    world: int
+    batch: int
+    stored: dict[str, Parts] = field(default_factory=dict)
+    layouts: dict[str, tuple[Layout, tuple[int, ...]]] = field(default_factory=dict)
+    gradients: dict[str, Parts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.programs, self.plan = self.compile(self.captured.step)
+
+    @classmethod
+    def of(cls, step: Callable[..., Any], args: Sequence[Any], mode: DataParallelMode, world: int, batch: int) -> Ranks:
+        """Captures the step with the first rank's arguments, and makes all programs. Nothing is run but what makes states."""
+        captured = capture(
+            step,
+            tuple(args),
+            batch_dim=mode.input_batch_dim,
+            replicated=mode.replicated_inputs,
+            global_batch=lambda local: local * world,
+        )
+        self = cls(captured, mode, world, batch)
+        for slot, layouts in zip(captured.slots, self.programs[0].inputs, strict=True):
+            if slot.input.role in STORED and slot.tensor is not None and layouts is not None:
+                self.put(slot.input.name, slot.tensor.detach(), layouts[0])
+        if captured.init is not None:
+            self.make_states(captured.init)
+        return self
+
+    def compile(self, step: StepGraph) -> tuple[list[LocalGraph], Plan]:
+        concrete = at(step, self.batch)
+        verify_step(concrete)
+        plan = propagate(concrete, self.mode.constraints(concrete, self.world), self.world)
+        programs = [partition(concrete, plan, Axis(self.world, rank)) for rank in range(self.world)]
+        for program in programs:
+            verify_local(program)
+        return programs, plan
+
+    def put(self, name: str, whole: Tensor, layout: Layout) -> None:
+        parts = [whole.new_zeros(padded_shape(whole.shape, layout, self.world)) for _ in range(self.world)]
+        for rank, part in enumerate(parts):
+            self.real(part, whole.shape, layout, rank).copy_(take(whole, layout, self.world, rank))
+        self.stored[name], self.layouts[name] = parts, (layout, tuple(whole.shape))
+
+    def real(self, padded: Tensor, shape: Sequence[int], layout: Layout, rank: int) -> Tensor:
+        for dim, length in enumerate(local_shape(shape, layout, self.world, rank)):
+            padded = padded.narrow(dim, 0, int(length))
+        return padded
+
+    def make_states(self, init: StepGraph) -> None:
+        programs, _ = self.compile(init)
+        outputs = run_lockstep(programs, [self.inputs(program, [], rank) for rank, program in enumerate(programs)])
+        for i, (out, layouts) in enumerate(zip(init.outputs, programs[0].outputs, strict=True)):
+            assert layouts is not None
+            self.put(out.name, join([o[i] for o in outputs], layouts[0]), layouts[0])
+
+    # ---- one call
+
+    def __call__(self, *args: Any) -> tuple[list[Any], list[Layout | None]]:
+        """What the user's function returns, whole, and how each of it lies on the ranks. `args` are the global arguments."""
+        leaves = flatten_leaves(args, {})
+        with torch.no_grad():
+            inputs = [self.inputs(program, leaves, rank) for rank, program in enumerate(self.programs)]
+            outputs = run_lockstep(self.programs, inputs)
+        return self.deliver(outputs)
+
+    def inputs(self, program: LocalGraph, leaves: Sequence[Any], rank: int) -> list[Any]:
+        slots = {slot.input.name: slot for slot in self.captured.slots}
+        found = []
+        for spec, node, layouts in zip(program.step.inputs, program.step.placeholders, program.inputs, strict=True):
+            if spec.role in STORED:
+                found.append(self.stored[spec.name][rank])
+            elif spec.role is Role.GRADIENT:
+                found.append(self.gradients[spec.owner][rank])
+            else:
+                layout = layouts[0] if layouts is not None else None
+                found.append(self.value(spec, slots[spec.name], node.meta["val"], layout, leaves, rank))
+        return found
+
+    def value(self, spec: Input, slot: Slot, val: Any, layout: Layout | None, leaves: Sequence[Any], rank: int) -> Any:
+        if slot.container is not None:
+            found = slot.container[slot.key]
+        else:
+            found = leaves[slot.leaf] if slot.leaf is not None else slot.tensor
+        if isinstance(val, Tensor) and not isinstance(found, Tensor):
+            return torch.tensor(found, dtype=val.dtype)
+        return found if layout is None else take(found.detach(), layout, self.world, rank).clone()
+
+    def deliver(self, outputs: list[tuple[Any, ...]]) -> tuple[list[Any], list[Layout | None]]:
+        returned: list[Any] = []
+        lie: list[Layout | None] = []
+        for i, (out, layouts) in enumerate(zip(self.captured.step.outputs, self.programs[0].outputs, strict=True)):
+            parts = [o[i] for o in outputs]
+            if out.role is Role.GRADIENT:
+                assert layouts is not None
+                owner = out.grad_of or out.name.removesuffix(".grad")
+                self.gradients[owner] = parts
+                self.layouts[f"{owner}.grad"] = (layouts[0], ())
+            elif out.role is Role.USER and out.updates is None:
+                assert layouts is None or not isinstance(layouts[0], Partial), "a partial value is returned"
+                returned.append(parts[0] if layouts is None else join(parts, layouts[0]))
+                lie.append(None if layouts is None else layouts[0])
+        for owner in self.captured.cleared:
+            self.gradients.pop(owner, None)
+        return returned, lie
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Parameters, buffers, states and gradients, whole and by name."""
+        found = {}
+        for name, padded in self.stored.items():
+            layout, shape = self.layouts[name]
+            found[name] = join([self.real(x, shape, layout, rank) for rank, x in enumerate(padded)], layout).clone()
+        for owner, parts in self.gradients.items():
+            found[f"{owner}.grad"] = join(parts, self.layouts[f"{owner}.grad"][0])
+        return found
