@@ -106,6 +106,9 @@ from torch.distributed.tensor._op_schema import (
 from torch.distributed.tensor._op_schema import OpStrategy as OpStrategy  # what a strategy function returns
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo as RuntimeSchemaInfo
 
+# Counter-based random numbers: whether Inductor can fuse the ops of the mix into one kernel on this GPU.
+from torch.utils._triton import has_triton as has_triton
+
 # Guards: hooks that run for every module and every optimizer.
 import torch.nn.modules.module as _module
 import torch.optim.optimizer as _optimizer

@@ -11,12 +11,13 @@ bind, execute                     -> storage, agreement between ranks, a callabl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd.capture import Capture
+from spmd.counter.rewrite import rewrite
 from spmd.errors import PlacementError
 from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
@@ -26,6 +27,7 @@ from spmd.modes import DataParallelMode, ParallelMode
 from spmd.passes import PassPipeline
 from spmd.report.explain import Explanation
 from spmd.runtime.binding import placed
+from spmd.runtime.counter import CounterDraws
 from spmd.runtime.programs import Program, Programs
 from spmd.runtime.progress import Stages
 from spmd.runtime.world import World
@@ -35,6 +37,7 @@ from spmd.sharding.propagate import propagate
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Randomness = Literal["eager", "counter"]
 
 
 class CompiledStep(Generic[P, T]):
@@ -47,11 +50,13 @@ class CompiledStep(Generic[P, T]):
         mesh: DeviceMesh | None,
         passes: PassPipeline,
         seed: int | None,
+        randomness: Randomness,
         sync: Literal["broadcast", "error"],
     ) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.mode, self.mesh, self.passes = fn, mode, mesh, passes
-        self.programs = Programs(fn, mode, self._compile, functools.partial(World.of, mesh), seed, sync)
+        counter = CounterDraws(seed) if randomness == "counter" else None
+        self.programs = Programs(fn, mode, self._compile, functools.partial(World.of, mesh), seed, sync, counter)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one step on this rank's share of the batch. Every rank calls.
@@ -86,6 +91,18 @@ class CompiledStep(Generic[P, T]):
         """The program that a call with these arguments runs on this rank, as text; without arguments, the last one compiled."""
         return str(self.programs.prepare(args, kwargs).local if args or kwargs else self.programs.latest.local)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of random numbers that are the step's own, to go on with after a restart. Empty where they come from torch's generators."""
+        return self.programs.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the random numbers where a step was when it gave this `state_dict()`. Every rank calls.
+
+        Raises:
+            StateError: it's the state of a step with another kind of randomness.
+        """
+        self.programs.load_state_dict(state_dict)
+
     def reset(self) -> None:
         """Forget all programs. The model's and the optimizer's tensors stay as they are."""
         self.programs.reset()
@@ -97,7 +114,7 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
         raise PlacementError(
             f"{type(mode).__name__} works on one mesh axis, the mesh has {len(world.shape)}: pass mesh[...] with one axis"
         )
-    concrete = at(step, batch)
+    concrete = rewrite(at(step, batch))
     verify_step(concrete)
     known = {
         s.input.name: found[0]
@@ -118,6 +135,7 @@ def compile(
     mesh: DeviceMesh | None = ...,
     passes: str | PassPipeline = ...,
     seed: int | None = ...,
+    randomness: Randomness = ...,
     sync: Literal["broadcast", "error"] = ...,
 ) -> CompiledStep[P, T]: ...
 
@@ -130,6 +148,7 @@ def compile(
     mesh: DeviceMesh | None = ...,
     passes: str | PassPipeline = ...,
     seed: int | None = ...,
+    randomness: Randomness = ...,
     sync: Literal["broadcast", "error"] = ...,
 ) -> Callable[[Callable[P, T]], CompiledStep[P, T]]: ...
 
@@ -141,6 +160,7 @@ def compile(
     mesh: DeviceMesh | None = None,
     passes: str | PassPipeline = "default",
     seed: int | None = None,
+    randomness: Randomness = "eager",
     sync: Literal["broadcast", "error"] = "broadcast",
 ) -> Any:
     """Compile a plain single-device train step into the program that every rank of a mesh runs.
@@ -151,6 +171,9 @@ def compile(
         mesh: the mesh, of one axis; default: all ranks of the default process group, made from torchrun's environment if it doesn't exist.
         passes: "default", "none" or a PassPipeline.
         seed: random numbers come from a generator of the step's own with this seed; default: they're those of rank 0's default generator.
+        randomness: "eager": the numbers that eager gives on one device, for which every rank draws the whole batch's. "counter": numbers made from
+            the seed, the count of steps and the place in the global tensor; they too are equal at any world size, and each rank makes its part
+            alone. Without `seed`, a number from rank 0's default generator is the seed, at the first call.
         sync: what to do where ranks start from different parameters: "broadcast" rank 0's and warn, or "error".
 
     Example:
@@ -163,6 +186,9 @@ def compile(
             return loss.detach()
     """
     if func is None:
-        return functools.partial(compile, parallel_mode=parallel_mode, mesh=mesh, passes=passes, seed=seed, sync=sync)
+        options: dict[str, Any] = {"passes": passes, "seed": seed, "randomness": randomness, "sync": sync}
+        return functools.partial(compile, parallel_mode=parallel_mode, mesh=mesh, **options)
+    if randomness not in ("eager", "counter"):
+        raise ValueError(f'randomness={randomness!r} is unknown; it\'s "eager" or "counter"')
     pipeline = PassPipeline.parse(passes) if isinstance(passes, str) else passes
-    return CompiledStep(func, parallel_mode or DataParallelMode(), mesh, pipeline, seed, sync)
+    return CompiledStep(func, parallel_mode or DataParallelMode(), mesh, pipeline, seed, randomness, sync)

@@ -70,6 +70,14 @@ def _functional(op: Any) -> Callable[..., torch.Tensor]:
     return draw
 
 
+def _random_from(x: torch.Tensor, low: int, high: int | None, generator: torch.Generator | None = None) -> Any:
+    """`random_.from` can't be written as code, for its name; the numbers are those of a draw from 0, moved."""
+    if high is None:
+        high = torch.iinfo(x.dtype).max + 1
+    drawn = aten.random.to(empty_like(x, torch.int64), high - low, generator=generator)
+    return (drawn + low).to(x.dtype)
+
+
 def _is_empty(x: torch.Tensor) -> bool:
     """Whether `x` is already an empty factory, so that the rewriting stops."""
     from spmd.capture.marks import node_of
@@ -114,12 +122,12 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.log_normal.default,
         aten.random.default,
         aten.random.to,
-        getattr(aten.random, "from"),
     )
     return {
         aten.native_dropout.default: native_dropout,
         aten.native_dropout_backward.default: native_dropout_backward,
         aten.bernoulli.p: _bernoulli_p,
+        getattr(aten.random, "from"): _random_from,
         aten.rand_like.default: _like(aten.rand.default),
         aten.randn_like.default: _randn_like,
         aten.randint_like.default: _like(aten.randint.default),

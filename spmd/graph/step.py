@@ -28,6 +28,7 @@ class Role(StrEnum):
     STATE = "optimizer state"
     GRADIENT = "gradient"  # a .grad that lives from one call to the next
     HYPER = "hyper-parameter"  # a Python number read anew at each call, e.g. lr
+    RANDOM = "random state"  # the key of counter-based random numbers, another at each call
     USER = "user"
 
 

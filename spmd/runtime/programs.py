@@ -18,13 +18,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from spmd.capture import Capture, Slot, capture, flatten_leaves, guards_hold
-from spmd.errors import CaptureError, Offence, VerifyError
+from spmd.counter.rewrite import number
+from spmd.errors import CaptureError, Offence, StateError, VerifyError
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import STORED, Role
 from spmd.graph.text import fingerprint_lines
 from spmd.modes import ParallelMode
 from spmd.runtime.agreement import Agreement, Sync, Votes
 from spmd.runtime.binding import Binding, placed
+from spmd.runtime.counter import CounterDraws
 from spmd.runtime.digest import text_digest
 from spmd.runtime.execute import Executor
 from spmd.runtime.progress import Stages
@@ -120,8 +122,10 @@ class Programs:
         world: Callable[[], World],
         seed: int | None,
         sync: Sync,
+        counter: CounterDraws | None = None,
     ) -> None:
         self.fn, self.mode, self.build, self.sync, self.seed = fn, mode, build, sync, seed
+        self.counter = counter
         self._find_world = world
         self.world: World | None = None
         self.trace_count = 0
@@ -148,7 +152,7 @@ class Programs:
         if self.world is None:
             self.world = self._find_world()
             self.agreement = Agreement(self.world)
-            self.draws = Draws(self.agreement, self.seed)
+            self.draws = self.counter or Draws(self.agreement, self.seed)
         return self.world
 
     # ------------------------------------------------------------------------------------------------- a call
@@ -221,6 +225,28 @@ class Programs:
                 return variant
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the random numbers that are the step's own."""
+        if self.counter is not None:
+            return self.counter.state_dict()
+        self._join()
+        return self.draws.state_dict() if self.seed is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.counter is None:
+            self._join()
+        own = self.counter if self.counter is not None else self.draws if self.seed is not None else None
+        expected = own.state_dict().keys() if own is not None else {}.keys()
+        if state.keys() != expected:
+            raise StateError(
+                Offence(
+                    f"the state of random numbers has {sorted(state)}, this step's has {sorted(expected)}",
+                    remedy="compile with the same randomness=, and with seed= where it was given",
+                )
+            )
+        if own is not None:
+            own.load_state_dict(state)
+
     # ------------------------------------------------------------------------------------------------- compiling
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
@@ -247,6 +273,8 @@ class Programs:
                     global_batch=lambda local: local * self._join().size,
                     lifted=self.lifted,
                 )
+            if self.counter is not None:
+                number(captured, self.counter.keys)
             self.trace_count += 1
             variant = Variant(captured)
             self.variants.insert(0, variant)
@@ -290,6 +318,8 @@ class Programs:
         assert variant is not None and program is not None
         with stages("agree"):
             agreement.same_program(program.lines)
+            if self.counter is not None:
+                self.counter.agree(agreement)
             new, unbound = agreement.begin([int(program.run is None), int(variant.binding is None)]).wait().high
             if unbound:
                 agreement.same_state(self._plain_state(program), self.sync)

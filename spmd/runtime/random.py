@@ -11,7 +11,7 @@ With a seed the step has a generator state of its own, which advances from call 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -74,6 +74,14 @@ class Draws:
                 self._send()
             if self.agreement.world.rank > 0:
                 self._install()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The seeded state, by device type."""
+        assert self.shadow is not None
+        return {kind: state.clone() for kind, state in zip(self.kinds, self.shadow, strict=True)}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.shadow = tuple(state[kind].clone() for kind in self.kinds)
 
     def _install(self) -> None:
         assert self.shadow is not None

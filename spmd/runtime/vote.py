@@ -10,6 +10,7 @@ from spmd.runtime.digest import tensor_digest, text_digest
 from spmd.runtime.random import Draws
 
 if TYPE_CHECKING:
+    from spmd.runtime.counter import CounterDraws
     from spmd.runtime.programs import Program
 
 
@@ -20,7 +21,9 @@ class Elsewhere(Exception):
 class Vote:
     """This rank's vote in one call. Until it's cast nothing has happened that another rank could notice."""
 
-    def __init__(self, agreement: Agreement, draws: Draws, program: Program | None, leaves: Sequence[Any]) -> None:
+    def __init__(
+        self, agreement: Agreement, draws: Draws | CounterDraws, program: Program | None, leaves: Sequence[Any]
+    ) -> None:
         self.agreement, self.draws, self.program, self.leaves = agreement, draws, program, leaves
         self.open = True
 

@@ -77,6 +77,16 @@ def random(call: Call) -> Rule:
     return labelled([[None] * len(s) for s in call.inputs], [[None] * len(o or ()) for o in call.outputs], whole=True)
 
 
+def bits(call: Call) -> Rule:
+    """Random bits of positions: any part can be drawn by itself."""
+    return labelled([None], [[None] * len(call.outputs[0] or ())], sizes="size", emit=emit.positions)
+
+
+def rows(call: Call) -> Rule:
+    """Independent along all dims but the last, where the operands have them in common."""
+    return leading(call, len(call.inputs[0]) - 1)
+
+
 def whole_value(call: Call, **options: Any) -> Rule:
     """Reads the whole tensor by its nature: replicated inputs are no fallback."""
     return labelled([[None] * len(s) for s in call.inputs], [[None] * len(o or ()) for o in call.outputs], **options)

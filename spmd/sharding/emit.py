@@ -122,6 +122,26 @@ def input_size(x: Expansion) -> fx.Node:
     return x.run()
 
 
+def positions(x: Expansion) -> fx.Node:
+    """Random bits of a part: what `take` cuts out is described by sizes, strides and an offset in the global tensor."""
+    shape, s, build = x.call.outputs[0] or (), x.outs[0], x.build
+    if not isinstance(s, Sharded):
+        return x.run()
+    stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    inner, length, start = stride[s.dim], build.local(shape, s)[s.dim], bounds(s.n, build.world, build.rank)[0]
+    size: list[int] = [*shape[: s.dim], length, *shape[s.dim + 1 :]]
+    if s.outer > 1:
+        run = (
+            RankInt(length // s.outer, f"{length.formula}/{s.outer}")
+            if isinstance(length, RankInt)
+            else length // s.outer
+        )
+        size[s.dim : s.dim + 1], stride[s.dim : s.dim + 1] = [s.outer, run], [s.n * s.inner * inner, inner]
+    x.put("size", size)
+    x.kwargs.update(stride=stride, offset=RankInt(start * s.inner * inner, f"start({s.n})*{s.inner * inner}"))
+    return build.view(x.run(), build.local(shape, s))
+
+
 def restrided(x: Expansion) -> fx.Node:
     """as_strided addresses memory: its input must lie as it did when the step was traced."""
     build, traced = x.build, x.call.tensors[0].meta["val"]

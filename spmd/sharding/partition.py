@@ -18,6 +18,7 @@ from spmd._torch import FakeTensorMode
 from spmd.errors import Offence, PlacementError, SpmdError, VerifyError
 from spmd.graph.local import Collective, LocalGraph, settle
 from spmd.graph.provenance import source_of, where
+from spmd.graph.random import is_random
 from spmd.graph.step import STORED, Output, Role, StepGraph
 from spmd.sharding.build import Build, is_number, sample
 from spmd.sharding.emit import Expansion
@@ -352,4 +353,4 @@ def place_settle(local: LocalGraph) -> None:
 def noticed(node: fx.Node) -> bool:
     if "collective" in node.meta or node.target is aten.copy_.default:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_random(node.target)

@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from spmd._torch import OpOverload
+from spmd.graph.random import is_random
 from spmd.sharding import categories, discover, dtensor
 from spmd.sharding.listed import listed
 from spmd.sharding.register import registered, registered_rule
@@ -29,7 +28,7 @@ def rule_for(call: Call) -> Rule | None:
         return entry(call)
     if not isinstance(call.target, OpOverload):
         return None
-    if torch.Tag.nondeterministic_seeded in call.target.tags:
+    if is_random(call.target):
         return categories.random(call)
     if dtensor.confirmed(call.target):
         moves, linear = dtensor.candidates(call)

@@ -63,6 +63,7 @@ row(
     bernoulli rand_like randn_like randint_like normal_functional uniform rand randn randint randperm multinomial normal exponential
     native_dropout rrelu_with_noise_functional poisson binomial geometric cauchy log_normal""",
 )
+row(c.bits, "random_bits")
 
 # dims moved, split, merged
 row(c.view, "view _unsafe_view reshape _reshape_alias")
@@ -131,6 +132,7 @@ row(c.index_select, "index_select")
 row(c.index_add, "index_add")
 
 # independent over the leading dims
+row(c.rows, "searchsorted")
 row(c.norm, "native_layer_norm _fused_rms_norm")
 row(c.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward")
 row(c.group_norm, "native_group_norm")
