@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx as fx
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from spmd.graph.local import Collective, LocalGraph
+from spmd.graph.local import Collective, LocalGraph, PassRecord
 from spmd.graph.provenance import where
 from spmd.graph.step import STORED
 from spmd.sharding.layout import padded_shape
@@ -36,6 +37,7 @@ class Fallback:
 
     op: str
     source: str
+    nbytes: int = 0  # of the tensors that are gathered for it, or for it and others
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,14 @@ class Explanation:
     placements: tuple[PlacedTensor, ...]
     collectives: tuple[Collective, ...]
     fallbacks: tuple[Fallback, ...]
+    passes: tuple[PassRecord, ...] = ()
 
     @classmethod
     def of(cls, local: LocalGraph) -> Explanation:
         return cls(
             tuple(placed(local)),
             tuple(local.collectives),
-            tuple(Fallback(str(n.target), where(n)) for n in local.fallbacks),
+            tuple(Fallback(str(n.target), where(n), gathered(n, local)) for n in local.fallbacks),
         )
 
     def counts(self) -> Counter[str]:
@@ -67,6 +70,8 @@ class Explanation:
         tables: list[Any] = [head, self.placement_table(), self.collective_table()]
         if self.fallbacks:
             tables.append(self.fallback_table())
+        if self.passes:
+            tables.append(self.pass_table())
         return Group(*tables)
 
     def placement_table(self) -> Table:
@@ -91,7 +96,7 @@ class Explanation:
             table.add_row(
                 c.role,
                 c.op,
-                c.fqn or c.value,
+                c.tensor,
                 f"{c.before} -> {c.after}",
                 size(c.nbytes),
                 c.source.short if c.source else "",
@@ -100,13 +105,32 @@ class Explanation:
         return table
 
     def fallback_table(self) -> Table:
-        table = Table("op", "line", title="ops without a sharding rule: run on replicated inputs", title_justify="left")
+        title = "ops without a sharding rule: run on replicated inputs (spmd.sharding.register_rule gives them one)"
+        table = Table("op", "gathered", "line", title=title, title_justify="left")
         for f in self.fallbacks:
-            table.add_row(f.op, f.source)
+            table.add_row(f.op, size(f.nbytes), f.source)
+        return table
+
+    def pass_table(self) -> Table:
+        table = Table("pass", "seconds", "nodes", "collectives", title="passes", title_justify="left")
+        for p in self.passes:
+            arrows = (f"{before} -> {after}" for before, after in (p.nodes, p.collectives))
+            table.add_row(p.name, f"{p.seconds:.2f}", *arrows)
         return table
 
     def __str__(self) -> str:
         return render(self)
+
+
+def gathered(node: fx.Node, local: LocalGraph) -> int:
+    """Bytes of the inputs of a node of the step that are moved; of a view, those of the tensor that it's a view of."""
+    moved = {c.value: c.nbytes for c in local.collectives}
+    total = 0
+    for x in node.all_input_nodes:
+        while x.name not in moved and (schema := getattr(x.target, "_schema", None)) and schema.returns[0].alias_info:
+            x = x.all_input_nodes[0]
+        total += moved.get(x.name, 0)
+    return total
 
 
 def placed(local: LocalGraph) -> list[PlacedTensor]:

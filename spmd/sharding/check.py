@@ -80,8 +80,14 @@ def example_call(op: Op, args: Any, kwargs: Any) -> tuple[Call, list[torch.Tenso
     args, kwargs = tree_unflatten(leaves, tree)
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, torch._C._jit_resolve_packet(target._qualified_op_name, *args, **kwargs))
+    return call_of(target, args, kwargs)
+
+
+def call_of(target: Any, args: Any, kwargs: Any) -> tuple[Call, list[torch.Tensor]]:
+    """A call with real tensors as a node of a graph, and the tensors."""
     with torch.no_grad():
         value = target(*args, **kwargs)
+    leaves, tree = tree_flatten((args, kwargs))
     fake, graph = FakeTensorMode(), fx.Graph()
     describe = lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
 

@@ -105,8 +105,8 @@ class Data:
     def __init__(self, example: Example, seed: int) -> None:
         self.specs = example.specs
         self.generator = torch.Generator("cpu").manual_seed(seed)
-        dims = [n for s in self.specs if s.dtype.is_floating_point for n in s.shape if n > 1]
-        self.high = min(dims, default=2)  # integers below it are valid positions in every dim
+        floating = [s for s in self.specs if s.dtype.is_floating_point] or self.specs
+        self.high = min((n for s in floating for n in s.shape if n > 1), default=2)  # below it: positions in any dim
 
     def draw(self, kind: int, scale: float = 1.0) -> list[torch.Tensor]:
         """kind 0: normal numbers; 1: small integers, so that ties and zeros occur; 2: positive ones, for logarithms and roots."""

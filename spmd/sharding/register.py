@@ -165,7 +165,10 @@ class Annotation:
         if not arrow:
             self.wrong("there is no `->`", GRAMMAR)
         self.check_names()
-        for schema in schemas:
+        functional = [schema for schema in schemas if not schema.is_mutable]
+        if not functional:
+            self.wrong(f"{op} writes to its arguments", "a rule is for an op that returns new tensors")
+        for schema in functional:
             self.check_schema(schema)
         return self
 
@@ -202,14 +205,13 @@ class Annotation:
                 self.wrong(f"{name} is reduced, but no argument has it", "only names of arguments' dims can be reduced")
 
     def check_schema(self, schema: torch._C.FunctionSchema) -> None:
-        if schema.is_mutable:
-            self.wrong(f"{schema.name} writes to its arguments", "a rule is for an op that returns new tensors")
+        name = ".".join(filter(None, (schema.name, schema.overload_name)))
         arguments, results = tensors(schema.arguments), tensors(schema.returns)
         for kind, names, group in (("argument", self.inputs, arguments), ("result", self.outputs, results)):
             if len(names) != len(group):
                 listed = f" ({', '.join(group)})" if kind == "argument" and group else ""
                 self.wrong(
-                    f"{len(names)} {kind}{'s' * (len(names) != 1)}, but {schema.name} has {len(group)} with tensors{listed}",
+                    f"{len(names)} {kind}{'s' * (len(names) != 1)}, but {name} has {len(group)} with tensors{listed}",
                     "describe each, separated by commas; arguments that aren't tensors aren't described",
                 )
 
