@@ -87,6 +87,10 @@ from torch._decomp import decompositions as torch_decompositions
 # Capture: arithmetic on sizes becomes nodes only where a tensor op uses it (three of four nodes otherwise, dead at the end).
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as lazy_size_nodes
 
+# Guards: a condition on sizes and numbers, evaluated as Python would.
+from torch.utils._sympy.interp import sympy_interp as sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
+
 # Capture: what torch.func's transforms hand to the function isn't the user's own tensor.
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 
@@ -124,3 +128,9 @@ GLOBAL_HOOKS = (
 
 c10d_functional = torch.ops._c10d_functional
 sharding_propagator = DTensor._op_dispatcher.sharding_propagator  # holds the strategies, by op
+
+# Capture: functions of symbolic numbers, by their name in `math`.
+symbolic_functions = {
+    name: getattr(torch, f"_sym_{name}")
+    for name in ("sqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "log2")
+}

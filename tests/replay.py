@@ -22,7 +22,7 @@ class Replay:
     def __init__(self, captured: Capture) -> None:
         self.captured, self.step = captured, captured.step
         self.stored = {s.input.name: s.tensor.detach().clone() for s in captured.slots if s.tensor is not None}
-        self.grads: dict[str, torch.Tensor | None] = {}
+        self.numbers: dict[str, Any] = {}  # what the graph wrote: the live ones belong to eager
         if captured.init is not None:
             inputs = [
                 self._number(i.name) if i.role is Role.HYPER else self.stored[i.name] for i in captured.init.inputs
@@ -44,7 +44,7 @@ class Replay:
             if s.leaf is not None:
                 inputs.append(leaves[s.leaf])
             elif s.input.role is Role.HYPER and s.container is not None:
-                inputs.append(s.container[s.key])
+                inputs.append(self.numbers.get(s.input.name, s.container[s.key]))
             else:
                 inputs.append(self.stored[s.input.name])
         with torch.no_grad():
@@ -55,6 +55,8 @@ class Replay:
                 user.append(self.stored[output.alias_of] if output.alias_of else value)
             elif output.role is Role.USER and self.captured.slots[output.updates].leaf is not None:
                 leaves[self.captured.slots[output.updates].leaf].copy_(value)
+            elif output.role is Role.HYPER and not isinstance(value, torch.Tensor):
+                self.numbers[self.captured.slots[output.updates].input.name] = value
             else:
                 self.stored[output.name] = value
         return pytree.tree_unflatten(user, self.captured.out_spec)
@@ -93,7 +95,7 @@ def check(
     torch.set_rng_state(state)
     flags = [p.requires_grad for p in model.parameters()]
     snapshot = copy.deepcopy((model.state_dict(), optim.state_dict() if optim else None))
-    captured = capture(step, (model, optim, *first), {})
+    captured = capture(step, (model, optim, *first), {}, writes_numbers=True)
     assert torch.equal(state, torch.get_rng_state()), "tracing drew random numbers"
     assert [p.requires_grad for p in model.parameters()] == flags
     after = (model.state_dict(), optim.state_dict() if optim else None)
@@ -139,6 +141,9 @@ def compare(
     for a, b in zip(ours, theirs, strict=True):
         assert difference(a, b) <= tolerance if b is not None else a is None, (where, "output", a, b)
     reference = named_state(model, optim)
+    for name, number in replay.numbers.items():
+        slot = replay._slot(name)
+        assert number == pytest.approx(slot.container[slot.key], rel=1e-12), (where, name)
     lacking = set(reference) - set(replay.stored)
     assert not lacking, (where, lacking)
     for name, value in reference.items():

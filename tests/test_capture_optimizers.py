@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from spmd.capture import capture
+from spmd.capture import capture, guards_hold
 from spmd.errors import CaptureError, SideEffectError, StateError
 from spmd.graph.step import Role
+from tests.oracle import optimizers
 from tests.replay import adamw, check, labelled, mlp, refused, train
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -88,3 +92,93 @@ def test_refuses_a_scheduler_inside() -> None:
 
     refused(SideEffectError, step, "StepLR", "scheduler.step()", model=model, optim=optim)
     assert scheduler.last_epoch == 0 and optim.param_groups[0]["lr"] == 0.1
+
+
+# Optimizers as users write them, and those that wrap or average: state that exists, and the first call, which has a program of its own.
+
+CUSTOM = (
+    *(optimizers.Lion, optimizers.Lars, optimizers.Lamb, optimizers.Muon, optimizers.Shampoo, optimizers.Sam),
+    *(optimizers.CountingAdam, optimizers.ScheduleFree, optimizers.Decaying),
+)
+
+
+def climbing(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    F.cross_entropy(model(x), y).backward()
+    optim.climb()
+    return train(model, optim, x, y)
+
+
+@pytest.mark.parametrize("kind", CUSTOM)
+def test_custom_optimizers(kind: Any) -> None:
+    step = climbing if kind is optimizers.Sam else train
+    for before, sizes in ((0, (6,)), (1, (6, 4))):
+        model = mlp()
+        check(step, model, kind(model.parameters()), labelled(), sizes=sizes, before=before)
+
+
+@pytest.mark.parametrize("kind", [optimizers.Soap, optimizers.Lookahead])
+def test_a_branch_on_a_count_is_a_guard(kind: Any) -> None:
+    """Every second step takes another path: a program for each, chosen by the count that is an input."""
+    model = mlp()
+    optim, batch = kind(model.parameters()), labelled()
+    train(model, optim, *batch(6))
+    programs = []
+    for _ in range(2):
+        captured = capture(train, (model, optim, *batch(6)), writes_numbers=True)
+        pairs = zip(captured.step.placeholders, captured.slots, strict=True)
+        counts = {n.meta["val"].node.expr: s for n, s in pairs if isinstance(n.meta["val"], torch.SymInt)}
+        for holds in (True, False):
+            now = {symbol: slot.container[slot.key] for symbol, slot in counts.items() if slot.container is not None}
+            assert guards_hold(captured.step, 6, now) is holds
+            train(model, optim, *batch(6))
+        train(model, optim, *batch(6))
+        programs.append(str(captured.step))
+    assert programs[0] != programs[1]
+
+
+def test_numbers_written_are_refused_where_nobody_puts_them_back() -> None:
+    for kind, name in ((optimizers.CountingAdam, "0.weight.step"), (optimizers.Decaying, "param_groups[0].lr")):
+        model = mlp()
+        refused(SideEffectError, train, name, "torch.tensor(0.0)", model=model, optim=kind(model.parameters()))
+
+
+def test_groups_with_equal_rates_stay_apart() -> None:
+    """Two numbers that are equal today are two inputs."""
+
+    def halve(optim: Any) -> None:
+        optim.param_groups[1]["lr"] *= 0.5
+
+    model = mlp()
+    first, *rest = model.parameters()
+    check(train, model, torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1), labelled(), between=halve)
+
+
+@pytest.mark.parametrize("how", ["list", "dict", "shared", "group"])
+def test_refuses_state_that_is_not_a_tensor_under_a_key(how: str) -> None:
+    class Nested(optimizers.Custom):
+        def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+            if how == "list":
+                state["sides"] = [torch.zeros_like(p)]
+            elif how == "dict":
+                state["adam"] = {"first": torch.zeros_like(p)}
+            elif how == "shared":
+                self.state["all"]["count"] = torch.zeros(())
+            else:
+                group["seen"].append(1)
+
+    model = mlp()
+    optim = Nested(model.parameters(), seen=[])
+    refused((StateError, SideEffectError), train, "fix: keep", model=model, optim=optim)
+    assert optim.param_groups[0]["seen"] == [] and not optim.state
+
+
+@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}])
+def test_an_average_of_the_model(options: dict[str, Any]) -> None:
+    def step(both: Any, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = train(both["model"], optim, x, y)
+        both["average"].update_parameters(both["model"])
+        return loss
+
+    model = mlp()
+    both = nn.ModuleDict({"model": model, "average": AveragedModel(model, **options)})
+    check(step, both, adamw(model), labelled())

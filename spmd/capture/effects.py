@@ -92,7 +92,6 @@ class Effects:
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
         self.changes: list[Change] = []
-        self._scalars: dict[str, Any] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -148,32 +147,35 @@ class Effects:
             numpy.random.set_state(np)
             self.changes.append(_generator("numpy.random"))
 
-    def groups_before(self) -> None:
-        """Notes the Python numbers in the traced copies of param_groups and state."""
-        self._scalars = dict(self._group_scalars())
+    @contextmanager
+    def containers(self, mappings: list[MutableMapping[str, Any]]) -> Iterator[None]:
+        """Lists, dicts and sets in the traced copies of groups and states, which are still the user's own."""
+        held = [
+            (mapping, key, _frozen(value))
+            for mapping in mappings
+            for key, value in mapping.items()
+            if isinstance(value, (list, dict, set)) and key != "params"
+        ]
+        yield
+        for mapping, key, frozen in held:
+            if not _same(frozen, mapping.get(key)):
+                self.refuse_written(f"{key!r} of the optimizer", frozen[1], mapping.get(key))
+                _refill(frozen[2], frozen[1])
 
-    def groups_after(self) -> None:
-        for name, value in self._group_scalars():
-            before = self._scalars.get(name, _MISSING)
-            if before is value or type(before) is type(value) and isinstance(value, SCALARS) and before == value:
-                continue
-            if before is _MISSING and isinstance(value, (type(None), bool)):
-                continue
-            remedy = (
-                "change it in the training loop, between calls"
-                if "param_groups" in name
-                else "keep counters as tensors in optimizer.state"
-            )
-            self.changes.append(Change(name, before, value, remedy))
+    def refuse_written(self, name: str, before: Any, after: Any) -> None:
+        """A change in an optimizer's groups or state that no graph can hold."""
+        remedy = (
+            "keep counters as tensors: state['step'] = torch.tensor(0.0); change hyper-parameters between the calls"
+        )
+        before = _MISSING if type(before) is object or before is None else before
+        self.changes.append(Change(name, before, Text(_short(after)), remedy))
 
-    def _group_scalars(self) -> Iterator[tuple[str, Any]]:
-        plain = (*SCALARS, tuple, torch.SymFloat, torch.SymInt)
-        for name, o in self.objects.optimizers.items():
-            for i, group in enumerate(o.param_groups):
-                yield from ((f"{name}.param_groups[{i}][{k!r}]", v) for k, v in group.items() if isinstance(v, plain))
-            for j, state in enumerate(o.state.values()):
-                if isinstance(state, dict):
-                    yield from ((f"{name}.state[{j}][{k!r}]", v) for k, v in state.items() if isinstance(v, plain))
+
+class Text(str):
+    """Is shown as it is."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _generator(name: str) -> Change:

@@ -55,9 +55,9 @@ class Faker:
             return torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
 
     def number(self, value: int | float, name: str) -> Any:
-        """A symbolic number that isn't specialised on 0 and 1."""
+        """A symbolic number of its own: it isn't specialised on 0 and 1, nor taken for another one that's equal today."""
         source = ConstantSource(name)
-        symbol = self.env.create_unspecified_symbol(value, source=source)
+        symbol = self.env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
         self.symbols[symbol] = name
         if isinstance(value, float):
             return self.env.create_symfloatnode(symbol, hint=value, source=source)

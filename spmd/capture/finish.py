@@ -194,12 +194,12 @@ def _assemble(traced: Traced, graph: fx.Graph, inputs: dict[fx.Node, Entry], ini
     results = list(zip(traced.outputs, output.args[0], strict=True))  # type: ignore[arg-type]
     entry_nodes = {id(e): n for n, e in inputs.items()}
     sources = [entry_nodes[id(e)] for e in (*traced.entries, *(item.entry for item in traced.lifted))]
-    by_state = {(i.root, i.owner, i.key): n for n, i in init.inputs.items()}
+    by_state = {i.name: n for n, i in init.inputs.items()}
     kept: list[tuple[Output, Any, fx.Node | None]] = []
     for spec, value in results:
         target = sources[spec.updates] if spec.updates is not None else None
         if target is None and spec.role is Role.STATE:
-            target = next((n for key, n in by_state.items() if f"{key[1]}.{key[2]}" == spec.name), None)
+            target = by_state.get(spec.name)
         if spec.role is Role.USER and isinstance(value, fx.Node) and "grad_of" in value.meta:
             spec = replace(spec, grad_of=value.meta["grad_of"])  # also one that zero_grad took off the parameter since
         if target is not value or spec.updates is None:
@@ -234,6 +234,8 @@ def _assemble(traced: Traced, graph: fx.Graph, inputs: dict[fx.Node, Entry], ini
 def _check_update(spec: Output, value: fx.Node, target: fx.Node) -> None:
     """The new value of a stored tensor must fit its place."""
     new, old = value.meta["val"], target.meta["val"]
+    if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
+        return  # a number, or an optimizer's flag
     if list(map(str, new.shape)) != list(map(str, old.shape)) or new.dtype != old.dtype:
         raise StateError(
             Offence(

@@ -307,10 +307,12 @@ def _scalars(
         return (mapping, chosen, title) if chosen else None
 
     found = [some(vars(module), f"{fqn}." if fqn else "", "", vars(module)) for fqn, module in objects.submodules()]
-    for name, optimizer in objects.optimizers.items():
-        found += [
-            some(group, f"{name}.param_groups[{i}].", "", group) for i, group in enumerate(optimizer.param_groups)
-        ]
+    found += [some(group, f"{title}.", "", group) for title, group in objects.groups()]
+    found += [some(vars(o), f"{name}.", "", vars(o)) for name, o in objects.optimizers.items()]
+    for root, optimizer in objects.states():
+        for p, state in optimizer.state.items():
+            if owner := objects.named(p):
+                found.append(some(state, objects.state_name(root, owner, ""), "", state))
     found += [some(scope.mapping, "", scope_name(scope.title, ""), scope.keys) for scope in objects.scopes]
     return (f for f in found if f is not None)
 

@@ -13,6 +13,7 @@ from spmd._torch import DTensor
 from spmd.capture.arguments import Arguments
 from spmd.capture.objects import Objects, successor
 from spmd.capture.result import Slot
+from spmd.capture.views import ItemView, StateView
 from spmd.errors import Offence, StateError
 from spmd.graph.step import Input, Role
 
@@ -25,34 +26,11 @@ class Entry:
     slot: Slot
     value: Any
     traced: Any = None
+    keeper: Any = None  # STATE, and numbers in a state: the key under which optimizer.state holds it
 
     @property
     def is_tensor(self) -> bool:
         return isinstance(self.value, torch.Tensor)
-
-
-class ItemView(MutableMapping[str, Any]):
-    """One element of a tuple that lies in a dict, as `view[key]`: `param_groups[0]["betas"][0]`."""
-
-    def __init__(self, owner: MutableMapping[str, Any], key: str, index: int) -> None:
-        self.owner, self.key, self.index = owner, key, index
-
-    def __getitem__(self, _: str) -> Any:
-        return self.owner[self.key][self.index]
-
-    def __setitem__(self, _: str, value: Any) -> None:
-        items = list(self.owner[self.key])
-        items[self.index] = value
-        self.owner[self.key] = tuple(items)
-
-    def __delitem__(self, _: str) -> None:
-        raise TypeError("an element of a hyper-parameter can't be deleted")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((self.key,))
-
-    def __len__(self) -> int:
-        return 1
 
 
 def is_number(value: Any) -> bool:
@@ -80,28 +58,36 @@ def _entry(input: Input, tensor: torch.Tensor) -> Entry:
 
 
 def _states(objects: Objects) -> Iterator[Entry]:
-    for root, optimizer in objects.optimizers.items():
+    """Tensors and numbers in the states of parameters."""
+    for root, optimizer in objects.states():
         for parameter, state in optimizer.state.items():
-            named = objects.tensors.get(id(successor(parameter))) if isinstance(parameter, torch.Tensor) else None
-            if named is None:
+            owner = objects.named(parameter)
+            if owner is None:
                 continue  # check_state has refused what matters
             for key, value in state.items():
+                name = objects.state_name(root, owner, key)
                 if isinstance(value, torch.Tensor):
-                    yield _entry(Input(Role.STATE, f"{named.name}.{key}", root, named.name, key), value)
+                    input, container = Input(Role.STATE, name, root, owner, key), None
+                elif is_number(value):
+                    input, container = Input(Role.HYPER, name, root), StateView(optimizer, parameter)
+                else:
+                    continue
+                tensor = value if isinstance(value, torch.Tensor) else None
+                yield Entry(input, Slot(input, tensor, container, key), value, keeper=parameter)
 
 
 def _hypers(objects: Objects, lifted: frozenset[str]) -> Iterator[Entry]:
-    for root, optimizer in objects.optimizers.items():
-        for i, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                name = f"{root}.param_groups[{i}].{key}"
-                wanted = key == "lr" or name in lifted
-                if isinstance(value, torch.Tensor) or wanted and is_number(value):
-                    yield _hyper(name, root, group, key, value)
-                elif wanted and isinstance(value, tuple):
-                    for j, item in enumerate(value):
-                        if is_number(item):
-                            yield _hyper(f"{name}[{j}]", root, ItemView(group, key, j), key, item)
+    for title, group in objects.groups():
+        root = title.partition(".param_groups")[0]
+        for key, value in group.items():
+            name = f"{title}.{key}"
+            wanted = key == "lr" or name in lifted
+            if isinstance(value, torch.Tensor) or wanted and is_number(value):
+                yield _hyper(name, root, group, key, value)
+            elif wanted and isinstance(value, tuple):
+                for j, item in enumerate(value):
+                    if is_number(item):
+                        yield _hyper(f"{name}[{j}]", root, ItemView(group, key, j), key, item)
 
 
 def _hyper(name: str, root: str, container: MutableMapping[str, Any], key: str, value: Any) -> Entry:
@@ -110,7 +96,7 @@ def _hyper(name: str, root: str, container: MutableMapping[str, Any], key: str, 
 
 
 def _scalars(objects: Objects, lifted: frozenset[str]) -> Iterator[Entry]:
-    """Lifted attributes of modules, closure variables and globals."""
+    """Lifted attributes of modules and optimizers, closure variables and globals."""
     for fqn, module in objects.submodules():
         for key, value in vars(module).items():
             if is_number(value) and (name := f"{fqn}.{key}" if fqn else key) in lifted:
@@ -119,6 +105,10 @@ def _scalars(objects: Objects, lifted: frozenset[str]) -> Iterator[Entry]:
         for key in scope.keys:
             if scope_name(scope.title, key) in lifted and is_number(scope.mapping[key]):
                 yield _hyper(scope_name(scope.title, key), "", scope.mapping, key, scope.mapping[key])
+    for root, optimizer in objects.optimizers.items():
+        for key, value in vars(optimizer).items():
+            if f"{root}.{key}" in lifted and is_number(value):
+                yield _hyper(f"{root}.{key}", root, vars(optimizer), key, value)
 
 
 def scope_name(title: str, key: str) -> str:

@@ -91,3 +91,12 @@ def lift(fake: torch.Tensor, name: str) -> tuple[torch.Tensor, fx.Node]:
     proxy = mode.tracer.create_proxy("placeholder", name, (), {})
     track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
     return FunctionalTensor.to_functional(fake), proxy.node
+
+
+def lift_number(number: torch.SymInt, name: str) -> tuple[torch.SymInt, fx.Node]:
+    """`lift` for a symbolic number."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    proxy = mode.tracer.create_proxy("placeholder", name, (), {})
+    track_tensor_tree(number, proxy, constant=None, tracer=mode.tracer)
+    return number, proxy.node

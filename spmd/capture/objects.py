@@ -81,9 +81,9 @@ class Objects:
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    schedulers: dict[str, LRScheduler] = field(default_factory=dict)
     scopes: list[Scope] = field(default_factory=list)  # closure cells, globals, attributes of plain objects
     tensors: dict[int, Named] = field(default_factory=dict)  # by id of the live tensor
+    keepers: dict[str, str] = field(default_factory=dict)  # parameter -> the first optimizer that has it
     free: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors in scopes that no module holds
 
     def names(self) -> set[str]:
@@ -92,6 +92,32 @@ class Objects:
 
     def parameters(self) -> Iterator[Named]:
         return (t for t in self.tensors.values() if t.role is Role.PARAMETER)
+
+    def groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every param_group once, by name: an optimizer may share them with the one that it wraps."""
+        seen: set[int] = set()
+        for root, optimizer in self.optimizers.items():
+            for i, group in enumerate(optimizer.param_groups):
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield f"{root}.param_groups[{i}]", group
+
+    def states(self) -> Iterator[tuple[str, Optimizer]]:
+        """Every optimizer that has a state of its own, by name."""
+        seen: set[int] = set()
+        for root, optimizer in self.optimizers.items():
+            if id(optimizer.state) not in seen:
+                seen.add(id(optimizer.state))
+                yield root, optimizer
+
+    def state_name(self, root: str, parameter: str, key: str) -> str:
+        """Name of a state: "<parameter>.<key>", after the optimizer's own name if it isn't the parameter's first."""
+        return f"{parameter}.{key}" if self.keepers.get(parameter, root) == root else f"{root}/{parameter}.{key}"
+
+    def named(self, tensor: Any) -> str | None:
+        """The name of a parameter or buffer, also under an object that it had before it was compiled."""
+        found = self.tensors.get(id(successor(tensor))) if isinstance(tensor, torch.Tensor) else None
+        return found.name if found is not None else None
 
     def submodules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module once, with the FQN used in messages and metadata."""
@@ -166,8 +192,11 @@ class _Finder:
             self.found.modules[_unused(name, self.found.modules)] = value
         elif isinstance(value, Optimizer):
             self.found.optimizers[_unused(name, self.found.optimizers)] = value
+            for key, item in list(vars(value).items()):  # one that wraps another: Lookahead, SAM
+                if isinstance(item, Optimizer):
+                    self.visit(item, f"{name}.{key}")
         elif isinstance(value, LRScheduler) or hasattr(value, "optimizer") and hasattr(value, "last_epoch"):
-            self.found.schedulers[name] = value
+            pass  # a step of it is refused in patches.py
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 self.visit(
@@ -280,6 +309,9 @@ def _name_tensors(objects: Objects) -> None:
                     objects.tensors[id(tensor)] = Named(
                         tensor, known.role, known.name, known.root, (*known.aliases, full)
                     )
+    for root, optimizer in objects.states():
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            objects.keepers.setdefault(objects.named(p) or "", root)
     objects.free = {
         n: t
         for n, t in objects.free.items()

@@ -1,7 +1,8 @@
 """Optimizers while traced: the user's own `step` runs, per parameter, on copies of its groups and state.
 
-State that doesn't exist yet is made by the optimizer's own code during the one trace. Each such tensor is marked (`marks.py`), so that
-afterwards the graph can be cut there: what makes it goes into `Capture.init`, the rest reads it as an input.
+State that doesn't exist yet is made by the optimizer's own code during the one trace. With torch's optimizers each such tensor is marked
+(`marks.py`), so that afterwards the graph can be cut there: what makes it goes into `Capture.init`, the rest reads it as an input. Others may do
+anything on their first step, so their first call has a program of its own, which leaves the state behind, and the second is traced anew.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 class StateKey:
     """Whose state a tensor is."""
 
+    name: str
     optimizer: str
     parameter: str
     key: str
@@ -45,8 +47,11 @@ class _State(dict[str, Any]):
         self.trace, self.parameter = trace, parameter
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and key not in self:
-            self.trace.marks.mark(value, StateKey(self.trace.name, self.parameter, key))
+        if isinstance(value, _NESTED):
+            raise StateError(_nested(f"{self.trace.name}.state[{self.parameter}]", key, value))
+        if key not in self and isinstance(value, torch.Tensor):
+            if self.trace.own:
+                self.trace.marks.mark(value, self.trace.key(self.parameter, key))
             value = self.trace.widen(self.parameter, key, value)
         super().__setitem__(key, value)
 
@@ -72,6 +77,8 @@ class _States(defaultdict[Any, Any]):
         return self[parameter]
 
     def __setitem__(self, parameter: Any, value: dict[str, Any]) -> None:
+        if not isinstance(parameter, torch.Tensor):
+            raise StateError(_ownerless("the optimizer", parameter))
         if not isinstance(value, _State):
             state = self.make(parameter, {})
             state.update(value)
@@ -91,58 +98,99 @@ def check_supported(optimizers: dict[str, Optimizer]) -> None:
     ]
     if offences:
         raise CaptureError(offences)
-    nested = [
-        Offence(
-            f"{name}.state holds {type(v).__name__} {k!r}", remedy="keep one tensor per key in the optimizer's state"
-        )
+    wrong = [
+        offence
         for name, o in optimizers.items()
-        for state in o.state.values()
-        if isinstance(state, dict)
-        for k, v in state.items()
-        if isinstance(v, (list, dict, tuple))
-        and any(isinstance(t, torch.Tensor) for t in (v.values() if isinstance(v, dict) else v))
+        for owner, state in o.state.items()
+        for offence in _state_offences(name, owner, state)
     ]
-    if nested:
-        raise StateError(nested[:5])
+    if wrong:
+        raise StateError(wrong[:5])
+
+
+_NESTED = (list, dict, set)
+
+
+def _state_offences(name: str, owner: Any, state: Any) -> Iterator[Offence]:
+    if not isinstance(owner, torch.Tensor) or not isinstance(state, dict):
+        yield _ownerless(name, owner)
+        return
+    for key, value in state.items():
+        if isinstance(value, _NESTED) or isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
+            yield _nested(f"{name}.state", key, value)
+
+
+def _nested(where: str, key: str, value: Any) -> Offence:
+    return Offence(
+        f"{where} holds a {type(value).__name__} under {key!r}",
+        remedy=f'keep one tensor or number under each key: state[f"{key}_{{i}}"]',
+    )
+
+
+def _ownerless(name: str, owner: Any) -> Offence:
+    return Offence(
+        f"{name}.state[{owner!r}] belongs to no parameter",
+        remedy="keep it under the parameters, or as a number or a tensor in param_groups",
+    )
 
 
 class OptimizerTrace:
     """One optimizer, while traced."""
 
     def __init__(
-        self, name: str, optimizer: Optimizer, marks: Marks, capturable: bool, parameter_name: Callable[[Any], str]
+        self,
+        name: str,
+        optimizer: Optimizer,
+        marks: Marks,
+        capturable: bool,
+        parameter_name: Callable[[Any], str],
+        state_name: Callable[[str, str, str], str],
     ) -> None:
         self.name, self.optimizer, self.marks, self.capturable = name, optimizer, marks, capturable
-        self.parameter_name = parameter_name
+        self.parameter_name, self.state_name = parameter_name, state_name
+        self.own = type(optimizer).__module__.startswith("torch.optim")
         self.stepping = False
         self.widened: dict[tuple[str, str], torch.dtype] = {}  # states lifted to float64 for the trace -> their dtype
 
     @contextmanager
-    def installed(self, swap: Callable[[Any], Any], states: dict[tuple[int, str], Any]) -> Iterator[None]:
-        """The optimizer works on copies whose tensors are `swap`ped; `states[(id(parameter), key)]` is the traced state."""
+    def installed(
+        self, swap: Callable[[Any], Any], states: dict[tuple[str, int, str], Any], twins: dict[int, Any]
+    ) -> Iterator[None]:
+        """The optimizer works on copies whose tensors are `swap`ped; `states[(optimizer, id(parameter), key)]` is the traced state.
+
+        `twins`: id of a group or state -> its copy, for optimizers that share them.
+        """
         o = self.optimizer
         before = self.before_groups, _ = o.param_groups, o.state
-        o.param_groups = [self._group(g, swap) for g in o.param_groups]
-        o.state = _States(lambda p, d: _State(d, self, self.parameter_name(p)))
-        for p, state in before[1].items():
-            traced = swap(p)
-            if isinstance(state, dict):
-                name = self.parameter_name(traced)
-                values = {k: self.widen(name, k, states.get((id(p), k), v)) for k, v in state.items()}
-                o.state[traced] = _State(values, self, name)
-            else:
-                defaultdict.__setitem__(o.state, traced, state)
+        o.param_groups = [self._group(g, twins.setdefault(id(g), dict(g)), swap) for g in before[0]]
+        if id(before[1]) not in twins:
+            twins[id(before[1])] = self._states(before[1], swap, states)
+        o.state = twins[id(before[1])]
         try:
             yield
         finally:
             o.param_groups, o.state = before
 
-    def _group(self, group: dict[str, Any], swap: Callable[[Any], Any]) -> dict[str, Any]:
-        twin = dict(group, params=[swap(p) for p in group["params"]])
+    def _states(
+        self, before: dict[Any, dict[str, Any]], swap: Callable[[Any], Any], states: dict[tuple[str, int, str], Any]
+    ) -> _States:
+        made = _States(lambda p, d: _State(d, self, self.parameter_name(p)))
+        for p, state in before.items():
+            traced = swap(p)
+            name = self.parameter_name(traced)
+            values = {k: self.widen(name, k, states.get((self.name, id(p), k), v)) for k, v in state.items()}
+            made[traced] = _State(values, self, name)
+        return made
+
+    def _group(self, group: dict[str, Any], twin: dict[str, Any], swap: Callable[[Any], Any]) -> dict[str, Any]:
+        twin["params"] = [swap(p) for p in group["params"]]
         fused_adam = isinstance(self.optimizer, Adam) and twin.get("fused") and not self.capturable
         overrides = {"foreach": False, "capturable": self.capturable} | ({} if fused_adam else {"fused": False})
         twin.update({k: v for k, v in overrides.items() if k in twin})
         return twin
+
+    def key(self, parameter: str, key: str) -> StateKey:
+        return StateKey(self.state_name(self.name, parameter, key), self.name, parameter, key)
 
     def widen(self, parameter: str, key: str, value: Any) -> Any:
         """On the capturable path 0-dim states (`step`, ASGD's `eta`) compute in float64 as Python numbers do: float32 would be off by 1e-6."""

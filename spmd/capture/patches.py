@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint as checkpoint
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
-from spmd._torch import get_mkldnn_enabled, op_effects, set_mkldnn_enabled, torch_decompositions
+from spmd._torch import get_mkldnn_enabled, op_effects, set_mkldnn_enabled, symbolic_functions, torch_decompositions
 from spmd.capture.provenance import Tracker
 from spmd.capture.random import eager_dropout
 from spmd.errors import CaptureError, Offence, SideEffectError
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 @contextmanager
@@ -28,6 +33,8 @@ def patched(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(_no_scheduler(tracker))
         stack.enter_context(_no_mkldnn())
         stack.enter_context(_effects(tracker))
+        stack.enter_context(_symbolic_math())
+        stack.enter_context(replaced(AveragedModel, update_parameters=_update_average))
         yield
 
 
@@ -53,6 +60,46 @@ def _no_mkldnn() -> Iterator[None]:
         yield
     finally:
         set_mkldnn_enabled(before)
+
+
+@contextmanager
+def _symbolic_math() -> Iterator[None]:
+    """`math.sqrt(1 - beta**step)` and the like would turn a number that is an input into a constant."""
+
+    def either(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: symbolic(x) if isinstance(x, _SYMBOLIC) else plain(x)
+
+    power = math.pow
+
+    def either_power(x: Any, y: Any) -> Any:
+        return x**y if isinstance(x, _SYMBOLIC) or isinstance(y, _SYMBOLIC) else power(x, y)
+
+    with replaced(math, pow=either_power, **{k: either(getattr(math, k), f) for k, f in symbolic_functions.items()}):
+        yield
+
+
+def _update_average(self: AveragedModel, model: nn.Module) -> None:
+    """`AveragedModel.update_parameters` without its branch on the number of updates so far: the first one is a copy."""
+
+    def tensors(of: nn.Module, inside: nn.Module) -> list[torch.Tensor]:
+        return [*inside.parameters(), *inside.buffers()] if self.use_buffers else list(of.parameters())
+
+    averages, models = tensors(self, self.module), tensors(model, model)
+    averages, models = [a.detach() for a in averages], [m.detach() for m in models]
+    if self.multi_avg_fn is not None:
+        news = [a.clone() for a in averages]
+        for dtype in dict.fromkeys(a.dtype for a in news):
+            these = [i for i, a in enumerate(news) if a.dtype == dtype]
+            self.multi_avg_fn([news[i] for i in these], [models[i] for i in these], self.n_averaged)
+    else:
+        average = self.avg_fn or get_swa_avg_fn()
+        news = [average(a, m, self.n_averaged) for a, m in zip(averages, models, strict=True)]
+    for a, m, new in zip(averages, models, news, strict=True):
+        a.copy_(torch.where(self.n_averaged == 0, m, new))
+    if not self.use_buffers:
+        for a, m in zip(self.module.buffers(), model.buffers(), strict=True):
+            a.detach().copy_(m.detach())
+    self.n_averaged += 1
 
 
 @contextmanager

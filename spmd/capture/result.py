@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,4 +42,3 @@ class Capture:
         None  # makes the optimizer state that doesn't exist yet, from parameters and hyper-parameters
     )
     cleared: tuple[str, ...] = ()  # parameters whose .grad is None after the step, whatever it was before
-    seconds: dict[str, float] = field(default_factory=dict)  # time per stage, for the progress display

@@ -53,7 +53,7 @@ def cut(graph: fx.Graph, marks: Marks, roles: dict[fx.Node, Input]) -> Init:
             node.replace_all_uses_with(value)
             graph.erase_node(node)
             continue
-        input = Input(Role.STATE, f"{key.parameter}.{key.key}", key.optimizer, key.parameter, key.key)
+        input = Input(Role.STATE, key.name, key.optimizer, key.parameter, key.key)
         with graph.inserting_before(next(iter(graph.nodes))):
             place = graph.placeholder(identifier(input.name))
         place.meta = {"val": node.meta["val"]}

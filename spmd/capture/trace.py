@@ -27,7 +27,8 @@ from spmd.capture.effects import Effects
 from spmd.capture.fakes import Faker
 from spmd.capture.gradients import GradientWatch
 from spmd.capture.inputs import Entry, ItemView
-from spmd.capture.marks import Marks, inner, lift, node_of
+from spmd.capture.marks import Marks, inner, lift, lift_number, node_of
+from spmd.capture.numbers import Written, mappings, snapshot, written
 from spmd.capture.objects import Objects, successor
 from spmd.capture.optim import OptimizerTrace, patched_steps
 from spmd.capture.patches import patched, replaced
@@ -48,6 +49,7 @@ class Plan:
     size: int | None  # concrete global batch; None: symbolic
     hint: int | None
     capturable: frozenset[str] = frozenset()
+    writes_numbers: bool = False  # whether the caller puts the numbers back that the step writes
 
 
 @dataclass
@@ -91,8 +93,11 @@ class Trace:
         self.values: list[Any] = []
         self.names: dict[int, str] = {}  # id of a traced parameter -> name
         self.alive: set[str] = set()
+        self.groups = list(objects.groups())
+        self.copies: dict[int, Any] = {}  # id of a group or state of an optimizer -> what stands for it
+        self.unlifted: set[str] = set()  # numbers of groups that the step changes, though they aren't inputs
         self.optimizers = [
-            OptimizerTrace(name, o, self.marks, name in plan.capturable, lambda p: self.names.get(id(p), "?"))
+            OptimizerTrace(name, o, self.marks, name in plan.capturable, self._parameter_name, objects.state_name)
             for name, o in objects.optimizers.items()
         ]
 
@@ -161,21 +166,24 @@ class Trace:
         self._wrap(fakes)
         leaves = self._leaves()
         swap = lookup_in(self.by_id, self._lift)
-        states = {(id(p), e.input.key): e.traced for e, p in self._states()}
+        states = {
+            (e.input.root, id(e.keeper), e.slot.key or e.input.key): e.traced
+            for e in self.entries
+            if e.keeper is not None
+        }
         substitution = Substitution(swap, self.watch)
         hypers = [e for e in self.entries if e.slot.container is not None]
         with ExitStack() as stack:
             stack.enter_context(lazy_size_nodes())
             stack.enter_context(swapped_modules(self.objects, self.by_id))
             for trace in self.optimizers:
-                stack.enter_context(trace.installed(swap, states))
+                stack.enter_context(trace.installed(swap, states, self.copies))
             self._put_numbers(hypers, stack)
             stack.enter_context(self._hooks(substitution))
-            self.effects.groups_before()
-            with substitution.everywhere():
+            self.found = snapshot(self.copies)
+            with self.effects.containers(mappings(self.copies)), substitution.everywhere():
                 args, kwargs = self.arguments.rebuild(leaves)
                 result = self.fn(*args, **kwargs)
-            self.effects.groups_after()
             self._collect(result)
         return self.values
 
@@ -208,34 +216,16 @@ class Trace:
                 leaves[e.slot.leaf] = e.traced
         return leaves
 
-    def _states(self) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """STATE entries with the parameter object under which the optimizer keeps them."""
-        keepers = {
-            (name, p_key[1], id(value)): p_key[0]
-            for name, o in self.objects.optimizers.items()
-            for p, state in o.state.items()
-            if isinstance(state, dict)
-            for p_key, value in (((p, key), value) for key, value in state.items())
-        }
-        for e in self.entries:
-            if e.input.role is Role.STATE:
-                yield e, keepers[e.input.root, e.input.key, id(e.value)]
-
     def _put_numbers(self, hypers: list[Entry], stack: ExitStack) -> None:
         """Hyper-parameters lie in copies of the groups now; other containers are the user's and get their values back."""
-        copies = {
-            id(g): new
-            for t in self.optimizers
-            for g, new in zip(t.before_groups, t.optimizer.param_groups, strict=True)
-        }
         for e in hypers:
             container, key = e.slot.container, e.slot.key
             assert container is not None
-            if isinstance(container, ItemView) and id(container.owner) in copies:
-                ItemView(copies[id(container.owner)], container.key, container.index)[key] = e.traced
-            elif id(container) in copies:
-                copies[id(container)][key] = e.traced
-            else:
+            if isinstance(container, ItemView) and id(container.owner) in self.copies:
+                ItemView(self.copies[id(container.owner)], container.key, container.index)[key] = e.traced
+            elif id(container) in self.copies:
+                self.copies[id(container)][key] = e.traced
+            elif e.keeper is None:  # numbers in states have their place already
                 stack.callback(container.__setitem__, key, container[key])
                 container[key] = e.traced
 
@@ -249,6 +239,9 @@ class Trace:
             entry.traced.requires_grad_(True)
         self.lifted.append(Lifted(entry, node))
         return entry.traced
+
+    def _parameter_name(self, parameter: torch.Tensor) -> str:
+        return self.names.get(id(parameter), "?")
 
     @contextmanager
     def _hooks(self, substitution: Substitution) -> Iterator[None]:
@@ -270,6 +263,7 @@ class Trace:
 
     def _collect(self, result: Any) -> None:
         with self.watch.muted():
+            self._collect_numbers()
             self._collect_tensors()
             self._collect_states()
             self._collect_gradients()
@@ -283,18 +277,44 @@ class Trace:
         """New values of parameters and buffers (re-assigned ones by name) and of arguments written to."""
         now = dict(_buffers_by_name(self.objects))
         for i, e in enumerate(self.entries):
-            if (
-                e.input.role is Role.PARAMETER
-                or e.input.role is Role.USER
-                or e.input.role is Role.HYPER
-                and e.is_tensor
-            ):
+            if e.input.role is Role.PARAMETER or e.input.role is Role.USER:
                 self._put(Output(e.input.role, e.input.name, updates=i), e.traced)
             elif e.input.role is Role.BUFFER:
                 value = now.get(e.input.name)
                 self._put(Output(e.input.role, e.input.name, updates=i), e.traced if value is None else value)
         for j, lifted in enumerate(self.lifted):
-            self._put(Output(Role.USER, lifted.entry.input.name, updates=len(self.entries) + j), lifted.entry.traced)
+            if lifted.entry.is_tensor:
+                updates = len(self.entries) + j
+                self._put(Output(Role.USER, lifted.entry.input.name, updates=updates), lifted.entry.traced)
+
+    def _collect_numbers(self) -> None:
+        """What the step wrote into groups and states, besides the states' tensors."""
+        index = {e.input.name: i for i, e in enumerate(self.entries) if e.input.role is Role.HYPER}
+        done: set[str] = set()
+        for w in written(self.objects, self.groups, self.copies, self.found):
+            tensor = isinstance(w.after, torch.Tensor)
+            if not tensor and not self.plan.writes_numbers or isinstance(w.after, tuple):
+                self.effects.refuse_written(w.name, w.before, w.after)
+            elif w.name not in index and w.is_number:
+                self.unlifted.add(w.name)
+            elif w.name not in index and not w.can_be_kept:
+                self.effects.refuse_written(w.name, w.before, w.after)
+            else:
+                done.add(w.name)
+                i = index[w.name] if w.name in index else self._place(w)
+                self._put(Output(Role.HYPER, w.name, updates=i), w.after)
+        for i, e in enumerate(self.entries):
+            if e.input.role is Role.HYPER and e.is_tensor and e.input.name not in done:
+                self._put(Output(Role.HYPER, e.input.name, updates=i), e.traced)
+
+    def _place(self, w: Written) -> int:
+        """An input that nothing reads, for the place of a value that wasn't there before."""
+        name = f"{w.name} (new)"
+        input = Input(Role.HYPER, name, w.root)
+        entry = Entry(input, Slot(input, None, w.container, w.key), 0)
+        entry.traced, node = lift_number(self.faker.number(0, name), f"outside_{len(self.lifted)}")
+        self.lifted.append(Lifted(entry, node))
+        return len(self.entries) + len(self.lifted) - 1
 
     def _collect_states(self) -> None:
         index = {
@@ -302,18 +322,18 @@ class Trace:
             for i, e in enumerate(self.entries)
             if e.input.role is Role.STATE
         }
-        for trace in self.optimizers:
-            for p, state in trace.optimizer.state.items():
-                if not isinstance(state, dict) or id(p) not in self.names:
-                    continue
-                name = self.names[id(p)]
+        for root, optimizer in self.objects.states():
+            trace = next(t for t in self.optimizers if t.name == root)
+            for p, state in optimizer.state.items():
+                name = self._parameter_name(p)
                 for key, value in state.items():
                     if not isinstance(value, torch.Tensor):
                         continue
                     before = index.get((trace.name, name, key))
                     narrow = trace.narrow_dtype(name, key)
                     self._put(
-                        Output(Role.STATE, f"{name}.{key}", updates=before), value.to(narrow) if narrow else value
+                        Output(Role.STATE, self.objects.state_name(root, name, key), updates=before),
+                        value.to(narrow) if narrow else value,
                     )
 
     def _collect_gradients(self) -> None:

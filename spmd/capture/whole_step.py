@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import sympy
 import torch
 
-from spmd._torch import DTensor, GuardOnDataDependentSymNode
+from spmd._torch import DTensor, GuardOnDataDependentSymNode, PythonReferenceAnalysis, sympy_interp
 from spmd.capture.arguments import Arguments, batch_dims, flatten
 from spmd.capture.effects import pretended, refuse, settle
 from spmd.capture.fakes import pick_hint
@@ -36,6 +35,7 @@ def capture(
     replicated: tuple[str, ...] = (),
     global_batch: Callable[[int], int] = lambda local: local,
     lifted: frozenset[str] = frozenset(),
+    writes_numbers: bool = False,
 ) -> Capture:
     """Traces `fn(*args, **kwargs)` once, at the global batch, without changing any of the objects it works on.
 
@@ -46,6 +46,8 @@ def capture(
         replicated: paths of arguments that don't carry it, such as "batch.mask".
         global_batch: this rank's batch size -> the global one.
         lifted: names of Python numbers to read anew at each call, as `Changed.name` gives them. lr always is.
+        writes_numbers: the caller puts HYPER outputs that are Python values into `slot.container[slot.key]` of what they update. Else a step
+            whose optimizer writes numbers is refused.
 
     Returns:
         The capture. Its graph is symbolic in the global batch where that's exact, else static at this call's.
@@ -53,7 +55,7 @@ def capture(
     Raises:
         InputError, StateError, CaptureError, SideEffectError: nothing has run and nothing has changed.
     """
-    return _Session(fn, args, dict(kwargs or {}), batch_dim, replicated, global_batch, lifted).run()
+    return _Session(fn, args, dict(kwargs or {}), batch_dim, replicated, global_batch, lifted, writes_numbers).run()
 
 
 class _Session:
@@ -66,23 +68,21 @@ class _Session:
         replicated: tuple[str, ...],
         global_batch: Callable[[int], int],
         lifted: frozenset[str],
+        writes_numbers: bool,
     ) -> None:
-        self.fn, self.lifted = fn, lifted
+        self.fn, self.lifted, self.writes_numbers = fn, lifted, writes_numbers
         self.objects: Objects = discover(fn, args, kwargs)
         self.arguments: Arguments = flatten(fn, args, kwargs)
         check_supported(self.objects.optimizers)
         check_state(self.objects, self.arguments)
         self.dims, self.local = batch_dims(self.arguments, batch_dim, replicated)
         self.batch = None if self.local is None else global_batch(self.local)
-        self.seconds: dict[str, float] = {}
 
     def run(self) -> Capture:
         traced, finished = self._trace()
         self._check_aliases(finished)
-        clock = time.perf_counter()
         inputs = frozenset(s.input.name for s in finished.slots if s.input.role is Role.HYPER) - finished.specialised
         guards = Guards(self.objects, self.arguments, self.dims, inputs, finished.matters)
-        self.seconds["guards"] = time.perf_counter() - clock
         return Capture(
             finished.step,
             finished.slots,
@@ -92,14 +92,13 @@ class _Session:
             traced.out_spec,
             finished.init,
             finished.cleared,
-            self.seconds,
         )
 
     def _trace(self) -> tuple[Traced, Finished]:
         """Symbolic in the batch if that holds at this call's batch, else static."""
         if self.batch is not None and self.batch > 1:
             try:
-                plan = Plan(None, pick_hint(self.batch, self._sizes()))
+                plan = Plan(None, pick_hint(self.batch, self._sizes()), writes_numbers=self.writes_numbers)
                 traced, finished = self._attempt(plan)
                 if valid_at(finished.step, self.batch, traced):
                     return traced, finished
@@ -108,7 +107,7 @@ class _Session:
             except Exception:
                 pass
         try:
-            traced, finished = self._attempt(Plan(self.batch, None))
+            traced, finished = self._attempt(Plan(self.batch, None, writes_numbers=self.writes_numbers))
         except Exception as error:
             raise explain(error, self.objects, self.local, self.batch) from error
         if self.batch is not None and self.batch > 1:
@@ -120,7 +119,7 @@ class _Session:
         assert self.batch is not None
         size = pick_hint(self.batch, self._sizes())
         try:
-            _, twin = self._attempt(Plan(size, None))
+            _, twin = self._attempt(Plan(size, None, writes_numbers=self.writes_numbers))
         except Exception:
             return
         note_varying_dims(step.graph, twin.step.graph, self.batch, size)
@@ -162,8 +161,7 @@ class _Session:
         return {n for t in tensors for n in t.shape}
 
     def _attempt(self, plan: Plan) -> tuple[Traced, Finished]:
-        """One trace; a second one by the capturable path for optimizers that branch on their step count."""
-        clock = time.perf_counter()
+        """One trace; another by the capturable path for optimizers that branch on their step count, or with the numbers as inputs that the step changes."""
         trace = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
         try:
             traced = trace.run()
@@ -176,12 +174,11 @@ class _Session:
             if not stuck - plan.capturable:
                 raise
             return self._attempt(replace(plan, capturable=plan.capturable | stuck))
-        self.seconds["trace"] = self.seconds.get("trace", 0.0) + time.perf_counter() - clock
-        clock = time.perf_counter()
+        if trace.unlifted - self.lifted:
+            self.lifted |= trace.unlifted
+            return self._attempt(plan)
         self._effects(trace, traced, plan)
-        finished = finish(traced)
-        self.seconds["finish"] = self.seconds.get("finish", 0.0) + time.perf_counter() - clock
-        return traced, finished
+        return traced, finish(traced)
 
     def _entries(self) -> list[Entry]:
         return list_inputs(self.objects, self.arguments, self.dims, self.lifted)
@@ -221,5 +218,5 @@ def guards_hold(step: StepGraph, batch: int | None, numbers: Mapping[sympy.Symbo
     known: dict[Any, Any] = dict(numbers or {})
     if step.batch is not None and batch is not None:
         known[step.batch.symbol] = batch
-    at = {symbol: sympy.sympify(value) for symbol, value in known.items()}
-    return all(bool(g.xreplace(at)) for g in step.guards if g.free_symbols and g.free_symbols <= at.keys())
+    conditions = (g for g in step.guards if g.free_symbols and g.free_symbols <= known.keys())
+    return all(sympy_interp(PythonReferenceAnalysis, known, g) for g in conditions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.oracle import models, steps
+from tests.oracle import models, optimizers, steps
 from tests.oracle.case import Case, Parts
 
 # ---- batches: functions of the global number of samples
@@ -372,7 +374,42 @@ def _algebra() -> Iterable[Case]:
     yield Case("linear_algebra", models.Algebra, steps.basic(), regression, momentum)
 
 
-FAMILIES = (_optimizers, _parameters, _steps, _changes, _losses, _random, _models, _transformers, _algebra)
+def _custom_optimizers() -> Iterable[Case]:
+    """Optimizers that users write, and those that wrap or average."""
+    mlp, step = models.mlp, steps.basic()
+    for kind in (optimizers.Lion, optimizers.Lars, optimizers.Lamb, optimizers.Muon, optimizers.Shampoo):
+        yield Case(f"optim_{kind.__name__.lower()}", mlp, step, regression, over(kind), steps=5)
+    yield Case("optim_adafactor", mlp, step, regression, over(optim.Adafactor, lr=0.01), steps=4)
+    yield Case("optim_torch_muon", mlp, steps.two_rates, regression, optimizers.muon_and_adamw)
+    yield Case("optim_sam", mlp, steps.sharpness_aware, regression, over(optimizers.Sam))
+    yield Case("optim_ema", _twins, steps.moving_average, regression, lambda model, _: momentum(model))
+    for name, options in (("swa", {}), ("ema_model", {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True})):
+        build = partial(_averaged, **options)
+        yield Case(f"optim_{name}", build, steps.averaged, regression, lambda model, _: momentum(model), steps=4)
+
+
+def _twins() -> tuple[nn.Module, nn.Module]:
+    model = models.mlp()
+    return model, copy.deepcopy(model)
+
+
+def _averaged(**options: Any) -> tuple[nn.Module, nn.Module]:
+    model = nn.Sequential(models.mlp(), nn.BatchNorm1d(3))
+    return model, AveragedModel(model, **options)
+
+
+FAMILIES = (
+    _optimizers,
+    _parameters,
+    _steps,
+    _changes,
+    _losses,
+    _random,
+    _models,
+    _transformers,
+    _algebra,
+    _custom_optimizers,
+)
 CASES: dict[str, Case] = {case.name: case for family in FAMILIES for case in family()}
 
 # One or two of each kind: these run at every world size and with one sample a rank.

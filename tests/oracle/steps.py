@@ -369,3 +369,32 @@ def transformers_images(model: nn.Module, optim: Optimizer, x: Tensor, y: Tensor
     optim.step()
     optim.zero_grad()
     return loss.detach()
+
+
+# ---- averages, and two passes
+
+
+def sharpness_aware(model: nn.Module, optim: Any, x: Tensor, y: Tensor) -> Tensor:
+    """SAM: the gradient at the worst point nearby."""
+    F.mse_loss(model(x), y).backward()
+    optim.climb()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def moving_average(model: nn.Module, average: nn.Module, optim: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = basic()(model, optim, x, y)
+    with torch.no_grad():
+        for old, new in zip(average.parameters(), model.parameters(), strict=True):
+            old.lerp_(new, 0.1)
+    return loss
+
+
+def averaged(model: nn.Module, average: Any, optim: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """torch.optim.swa_utils.AveragedModel, updated in the step."""
+    loss = basic()(model, optim, x, y)
+    average.update_parameters(model)
+    return loss
