@@ -44,6 +44,12 @@ def joined(xs: list[Tensor], last: Tensor | None) -> Tensor:
     return torch.cat([*xs, *([] if last is None else [last])], 1)
 
 
+@torch.library.custom_op("spmd_test::relu", mutates_args=())
+def relu(x: Tensor) -> Tensor:
+    """Of another kind: relative to the column's mean."""
+    return (x - x.mean(0)).relu()
+
+
 @torch.library.custom_op("spmd_test::in_place", mutates_args=("x",))
 def in_place(x: Tensor) -> None:
     x.add_(1)
@@ -62,6 +68,11 @@ def _(grad: Tensor, x: Tensor) -> Tensor:
 @norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(x.shape[:-1])
+
+
+@relu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 @joined.register_fake
@@ -227,7 +238,12 @@ def test_discovery_comes_last_and_only_for_custom_ops(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sources.discover, "discover", forbid)
     assert rule_for(op_call(lambda x: torch.nonzero_static(x, size=3), (rand(7, 4),))) is None
     assert not sources.discoverable(ops.in_place.default)
-    assert not sources.discoverable(torch.ops.aten.relu.default)
+
+
+def test_a_custom_op_is_not_torchs_of_the_same_name() -> None:
+    rule = rule_for(op_call(lambda x: ops.relu(x), (rand(7, 4),)))
+    assert rule is not None and rule.transfer(0, shard(0, 7), 2) is None
+    assert rule.transfer(0, shard(1, 4), 2) is not None
 
 
 def test_dtensors_strategies_become_moves() -> None:

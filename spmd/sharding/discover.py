@@ -5,6 +5,9 @@ in which the results make up the whole's are collected: a dim on which they're j
 parts of small integers often have the same maximum), so the sets of several trials are intersected: normal numbers, small integers, contiguous parts and
 interleaved ones. Only a recombination that is left alone counts; a result that is the same constant throughout says nothing.
 
+The op runs on the CPU, wherever the step runs: a wrong shard may end a process, and on an accelerator the context of the whole process. An op without a
+CPU kernel has no rule unless one is registered. Every rank discovers for itself, from the same numbers.
+
 Sizes are cut down for the search. What is found is tried once more at the sizes of the call, or as near to them as is cheap, since an op may behave
 differently at sizes beyond a constant of its own (a window, a block).
 """

@@ -64,7 +64,12 @@ def register_rule(op: Op, rule: str | Entry | None = None) -> Any:
             return labelled([["n", None]], [["n", None]], linear=((0,),))
     """
     if rule is None:
-        return lambda function: (register_rule(op, function), function)[1]
+
+        def decorate(function: F) -> F:
+            register_rule(op, function)
+            return function
+
+        return decorate
     key, schemas = resolve(op)
     RULES[key] = rule if callable(rule) else Annotation.parse(key, rule, schemas)
     return None

@@ -3,7 +3,7 @@
 1. what a user has registered;
 2. our table;
 3. DTensor's strategies, for the ops for which the audit has found them true (`python -m tests.audit`);
-4. discovery, for custom ops without side effects;
+4. discovery, for custom ops that only compute new tensors;
 5. none: the inputs are replicated, which is always right. `explain` lists what that costs.
 """
 
@@ -24,7 +24,8 @@ def rule_for(call: Call) -> Rule | None:
     """The rule of one call; None where the op has none, so that its inputs are replicated."""
     if (entry := registered(call)) is not None:
         return registered_rule(entry, call)
-    if entry := TABLE.get(call.name):
+    custom = isinstance(call.target, OpOverload) and call.target.namespace not in TORCHS_OWN
+    if not custom and (entry := TABLE.get(call.name)):  # a custom op may be called like one of torch's
         return entry(call)
     if not isinstance(call.target, OpOverload):
         return None
@@ -33,14 +34,14 @@ def rule_for(call: Call) -> Rule | None:
     if dtensor.confirmed(call.target):
         moves, linear = dtensor.candidates(call)
         return listed(call, moves, linear)
-    if discoverable(call.target):
+    if custom and discoverable(call.target):
         found = discover.discover(call)
         return listed(call, found.moves, found.linear) if found.moves or found.linear else None
     return None
 
 
 def discoverable(op: OpOverload) -> bool:
-    """Whether running `op` on parts is safe to try: a custom op that only computes new tensors."""
+    """Whether running `op` on parts tells what it does: it only computes new tensors."""
     schema = op._schema
     aliases = any(x.alias_info is not None for x in (*schema.arguments, *schema.returns))
-    return op.namespace not in TORCHS_OWN and not aliases and not schema.is_mutable and bool(schema.returns)
+    return not aliases and not schema.is_mutable and bool(schema.returns)
