@@ -103,6 +103,8 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 # Sharding: rules for custom ops, and DTensor's own as candidates.
+from torch._C import FunctionSchema as FunctionSchema  # arguments and returns of an op
+from torch._C import _jit_resolve_packet as resolve_overload  # the overload that a call of an op takes
 from torch._library.custom_ops import CustomOpDef as CustomOpDef  # what torch.library.custom_op returns
 from torch.distributed.tensor._op_schema import (
     OpSchema as OpSchema,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spmd._torch import OpOverload
 from spmd.errors import PlacementError
 from spmd.sharding import Call, Rule, check_rule, dtensor, labelled, register, register_rule, sources
 from spmd.sharding.layout import Partial, R, shard
@@ -92,7 +93,7 @@ def registry() -> Iterator[None]:
 def op_call(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> Call:
     """The last op that `fn` calls."""
     nodes = step_graph(fn, args).graph.nodes
-    return Call([n for n in nodes if isinstance(n.target, torch._ops.OpOverload)][-1])
+    return Call([n for n in nodes if isinstance(n.target, OpOverload)][-1])
 
 
 def forbid(*_: object) -> None:

@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from spmd._torch import FakeTensorMode
+from spmd._torch import FakeTensorMode, OpOverloadPacket, resolve_overload
 from spmd.errors import Offence, PlacementError
 from spmd.graph.step import Input, Output, Role, StepGraph
 from spmd.sharding.apart import Failed, run_apart
@@ -78,8 +78,8 @@ def example_call(op: Op, args: Any, kwargs: Any) -> tuple[Call, list[torch.Tenso
     leaves, tree = tree_flatten((args, kwargs))
     leaves = [x.detach().cpu() if isinstance(x, torch.Tensor) else x for x in leaves]
     args, kwargs = tree_unflatten(leaves, tree)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, torch._C._jit_resolve_packet(target._qualified_op_name, *args, **kwargs))
+    if isinstance(target, OpOverloadPacket):
+        target = getattr(target, resolve_overload(target._qualified_op_name, *args, **kwargs))
     return call_of(target, args, kwargs)
 
 

@@ -32,7 +32,7 @@ CUTS = (7, 16, 40, 100, 250, 1000)  # dims are cut down to about so many element
 ELEMENTS = 1 << 22  # in all tensors of a call that is run to confirm what was found
 COMBINATIONS = 64  # of splits of the other inputs, for one split of one input
 TRIALS = 6  # at most, while several recombinations are still possible
-SECONDS = 60.0
+SECONDS = 30.0
 
 Parts = list[torch.Tensor]  # positions along the split dim, one tensor a part
 

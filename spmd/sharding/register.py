@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from spmd._torch import CustomOpDef, OpOverload, OpOverloadPacket
+from spmd._torch import CustomOpDef, FunctionSchema, OpOverload, OpOverloadPacket
 from spmd.errors import Offence, PlacementError
 from spmd.graph.provenance import where
 from spmd.sharding.rule import Call, Rule, Shape, labelled
@@ -114,7 +114,7 @@ def refuse(call: Call, what: str, remedy: str) -> NoReturn:
     raise PlacementError(Offence(f"{call.target}: {what}", where(call.node), remedy=remedy))
 
 
-def resolve(op: Op) -> tuple[str, list[torch._C.FunctionSchema]]:
+def resolve(op: Op) -> tuple[str, list[FunctionSchema]]:
     """The key of an op in RULES, and the schemas that a rule for it must fit."""
     if isinstance(op, CustomOpDef):
         op = op._opoverload.overloadpacket
@@ -163,7 +163,7 @@ class Annotation:
     reduce: dict[str, str]
 
     @classmethod
-    def parse(cls, op: str, line: str, schemas: Sequence[torch._C.FunctionSchema]) -> Annotation:
+    def parse(cls, op: str, line: str, schemas: Sequence[FunctionSchema]) -> Annotation:
         body, _, reductions = line.partition("|")
         left, arrow, right = body.partition("->")
         self = cls(op, line, operands(left), operands(right), dict(pairs(reductions)))
@@ -209,7 +209,7 @@ class Annotation:
             if name not in known or name == "...":
                 self.wrong(f"{name} is reduced, but no argument has it", "only names of arguments' dims can be reduced")
 
-    def check_schema(self, schema: torch._C.FunctionSchema) -> None:
+    def check_schema(self, schema: FunctionSchema) -> None:
         name = ".".join(filter(None, (schema.name, schema.overload_name)))
         arguments, results = tensors(schema.arguments), tensors(schema.returns)
         for kind, names, group in (("argument", self.inputs, arguments), ("result", self.outputs, results)):
