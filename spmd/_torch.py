@@ -100,6 +100,7 @@ from torch._higher_order_ops import effects as op_effects
 # Graphs: ops, pytrees, and the functional collectives that local programs consist of.
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates its code when first called
 from torch.utils import _pytree as pytree
 
 # Sharding: rules for custom ops, and DTensor's own as candidates.

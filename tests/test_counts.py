@@ -29,7 +29,7 @@ def _float64() -> Iterator[None]:
 # Each a way to use parameters more than once, or not at all.
 NAMES = (
     "optim_adamw_fused", "params_odd", "params_partly", "params_tied", "params_twice", "clip_2", "accumulate_stacked", "accumulate_chunks",
-    "accumulate_valid", "zero_first", "gpt", "dropout_checkpoint", "sequence_first", "cnn",
+    "accumulate_valid", "zero_first", "gpt", "dropout_checkpoint", "sequence_first", "cnn", "autocast",
 )  # fmt: skip
 
 

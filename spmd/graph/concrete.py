@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from spmd._torch import FakeTensorMode, pytree
+from spmd._torch import FakeTensorMode, LazyGraphModule, pytree
 from spmd.graph.step import StepGraph
 
 
@@ -51,7 +51,7 @@ class Concretion:
                 new.meta["varies"] = (
                     tuple(self.size(n)[1] for n in val.shape) if isinstance(val, torch.Tensor) else None
                 )
-        module = fx.GraphModule(self.step.module, graph)
+        module = LazyGraphModule(self.step.module, graph)
         return replace(self.step, module=module, batch=None, size=self.batch)
 
     def number(self, node: fx.Node, args: tuple[Any, ...]) -> int | float | bool | None:

@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from spmd._torch import FakeTensorMode
+from spmd._torch import FakeTensorMode, LazyGraphModule
 from spmd.errors import Offence, PlacementError, SpmdError, VerifyError
 from spmd.graph.local import Collective, LocalGraph, settle
 from spmd.graph.provenance import source_of, where
@@ -70,7 +70,7 @@ class Partition:
             elif node.op == "get_attr":
                 self.env[node, self.layout(node)] = self.constant(node)
         outputs = self.finish()
-        module = fx.GraphModule(self.constants(), self.build.graph)
+        module = LazyGraphModule(self.constants(), self.build.graph)
         graph = LocalGraph(
             module,
             self.step,
@@ -225,7 +225,7 @@ class Partition:
 
     def note(self, x: fx.Node, a: Layout, b: Layout) -> Collective:
         val, reader = x.meta["val"], self.reader
-        root = self.plan.views.get(x)
+        root = self.plan.roots.get(x)
         fqn = x.meta.get("grad_of", "")
         role = "grad_reduce" if fqn and isinstance(a, Partial) else "value"
         if root is not None and isinstance(a, Sharded):

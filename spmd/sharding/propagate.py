@@ -60,7 +60,8 @@ class Plan:
     )  # partial gradients that are reduced once, where they appear, and read so
     views: dict[fx.Node, fx.Node] = field(
         default_factory=dict
-    )  # views of stored tensors: they share their root's gather
+    )  # views of stored tensors, or of casts of them: what they are of, whose gather they share
+    roots: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the same through casts: always a stored tensor
     outputs: list[Layout | None] = field(default_factory=list)
     fallbacks: list[fx.Node] = field(default_factory=list)  # ops without a rule that gathered something
 
@@ -100,7 +101,7 @@ class Propagation:
             self.plan.layouts[node] = layout
             self.kind[node] = BATCH if spec.role is Role.USER else STATE
             if spec.role is not Role.USER:
-                self.plan.views[node] = node
+                self.plan.views[node] = self.plan.roots[node] = node
         for node in self.step.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 self.visit(node)
@@ -284,8 +285,10 @@ class Propagation:
         plan.layouts[node] = tree_unflatten(outs, spec)
         plan.choices[node] = Choice(call, rule, wants, outs)
         self.kind[node] = kind
-        if rule is not None and rule.view and call.tensors[0] in plan.views:
-            plan.views[node] = plan.views[call.tensors[0]]
+        root = plan.roots.get(call.tensors[0]) if call.tensors else None
+        if root is not None and rule is not None and (rule.view or call.name == "_to_copy"):
+            plan.roots[node] = root
+            plan.views[node] = plan.views[call.tensors[0]] if rule.view else node
         if rule is not None and rule.heavy and kind != BATCH and all(w == R for w in wants):
             self.whole.update(
                 x for x, p in zip(call.tensors, current, strict=True) if isinstance(p, Sharded) or x in self.whole

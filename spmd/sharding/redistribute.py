@@ -108,13 +108,14 @@ def gather(build: Build, x: fx.Node, shape: Shape, s: Sharded, wire: Wire) -> fx
     joined = build.view(
         build.op(aten.permute.default, apart, order), (*before, s.outer, world * chunk, s.inner, *after)
     )
-    return build.view(build.narrow(joined, k + 1, 0, s.n), shape)
+    return contiguous(build, build.view(build.narrow(joined, k + 1, 0, s.n), shape))  # where chunks are 1, a view may do
 
 
 def reduce_scatter(build: Build, x: fx.Node, shape: Shape, p: Partial, b: Layout, wire: Wire) -> fx.Node:
     """This rank's shard of the sum."""
     assert isinstance(b, Sharded)
-    if p.op != "sum" or build.val(x).dtype == torch.bool:
+    val = build.val(x)
+    if p.op != "sum" or val.dtype == torch.bool or (val.is_floating_point() and val.itemsize == 1):
         return part_of(build, reduce_all(build, x, p, wire), shape, b)
     world, chunk = build.world, ceil_div(b.n, build.world)
     before, after = shape[: b.dim], shape[b.dim + 1 :]
@@ -157,6 +158,9 @@ def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
     val = build.val(x)
     if p.op == "avg":
         return build.op(aten.div.Scalar, reduce_all(build, x, Partial(), wire), build.world)
+    if val.is_floating_point() and val.itemsize == 1:  # no type to add in
+        wide = build.op(aten._to_copy.default, x, dtype=torch.float32)
+        return build.op(aten._to_copy.default, reduce_all(build, wide, p, wire), dtype=val.dtype)
     if val.dtype == torch.bool:  # not a type that backends reduce; or is max, and is min
         wide = build.op(aten._to_copy.default, x, dtype=torch.uint8)
         moved = wire.start(
@@ -182,8 +186,10 @@ def contiguous(build: Build, x: fx.Node) -> fx.Node:
 
 
 def transport(build: Build, x: fx.Node, move: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """Apply `move` to a form of `x` that backends carry: complex numbers go as pairs of reals."""
-    if not build.val(x).is_complex():
-        return move(x)
-    moved = move(build.op(aten.view_as_real.default, x))
-    return build.op(aten.view_as_complex.default, moved)
+    """Apply `move` to a form of `x` that backends carry: complex numbers go as pairs of reals, floats of one byte as bytes."""
+    val = build.val(x)
+    if val.is_complex():
+        return build.op(aten.view_as_complex.default, move(build.op(aten.view_as_real.default, x)))
+    if val.is_floating_point() and val.itemsize == 1:
+        return build.op(aten.view.dtype, move(build.op(aten.view.dtype, x, torch.uint8)), val.dtype)
+    return move(x)
