@@ -108,7 +108,9 @@ def gather(build: Build, x: fx.Node, shape: Shape, s: Sharded, wire: Wire) -> fx
     joined = build.view(
         build.op(aten.permute.default, apart, order), (*before, s.outer, world * chunk, s.inner, *after)
     )
-    return contiguous(build, build.view(build.narrow(joined, k + 1, 0, s.n), shape))  # where chunks are 1, a view may do
+    return contiguous(
+        build, build.view(build.narrow(joined, k + 1, 0, s.n), shape)
+    )  # where chunks are 1, a view may do
 
 
 def reduce_scatter(build: Build, x: fx.Node, shape: Shape, p: Partial, b: Layout, wire: Wire) -> fx.Node:

@@ -33,9 +33,7 @@ class Call:
         self.node = node
         self.target = node.target
         self.schema = getattr(node.target, "_schema", None)
-        self.name: str = (
-            self.schema.name.split("::")[1] if self.schema else getattr(node.target, "__name__", str(node.target))
-        )
+        self.name = op_name(node.target)
         self.tensors = tensor_inputs(node)
         self.inputs: list[Shape] = [tuple(x.meta["val"].shape) for x in self.tensors]
         val = node.meta.get("val")
@@ -68,6 +66,14 @@ class Call:
             return list(range(rank))
         listed = value if isinstance(value, (list, tuple)) else [value]
         return [int(d) % rank for d in listed] if rank else []
+
+
+def op_name(target: Any) -> str:
+    """Name of an op in torch's own namespaces; with its namespace elsewhere: a custom op is not torch's of the same name."""
+    if not hasattr(target, "_schema"):
+        return getattr(target, "__name__", str(target))
+    space, name = target._schema.name.split("::")
+    return name if space in ("aten", "prims") else f"{space}::{name}"
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:

@@ -25,7 +25,7 @@ def rule_for(call: Call) -> Rule | None:
     if (entry := registered(call)) is not None:
         return registered_rule(entry, call)
     custom = isinstance(call.target, OpOverload) and call.target.namespace not in TORCHS_OWN
-    if not custom and (entry := TABLE.get(call.name)):  # a custom op may be called like one of torch's
+    if entry := TABLE.get(call.name):
         return entry(call)
     if not isinstance(call.target, OpOverload):
         return None
