@@ -16,7 +16,7 @@ import torch
 from spmd.counter import bits, keys
 
 Arguments = Mapping[str, Any]  # by name in the op's schema
-LOW31, LOW63 = (1 << 31) - 1, (1 << 63) - 1
+LOW31, LOW32 = (1 << 31) - 1, (1 << 32) - 1
 MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # digits, as torch.rand has
 
 
@@ -49,7 +49,7 @@ class Draw:
 
 
 def unsigned(word: torch.Tensor) -> torch.Tensor:
-    return word.to(torch.int64) & 0xFFFFFFFF
+    return word.to(torch.int64) & LOW32
 
 
 def below_one(d: Draw, dtype: torch.dtype, size: Sequence[int] | None = None) -> torch.Tensor:
@@ -95,16 +95,22 @@ def word64(d: Draw, size: Sequence[int] | None = None) -> torch.Tensor:
 
 
 def integers(d: Draw, low: Any, high: Any) -> torch.Tensor:
-    """Integers on [low, high), from 64 bits each: a bias of (high - low) / 2^63."""
+    """Integers on [low, high): the upper half of the product of 64 random bits and their number, by halves of 32 bits."""
     count = high - low
     if isinstance(count, int) and not 0 < count <= 1 << 63:
         raise ValueError(f"there are no integers to draw, or too many: from {low} to below {high}")
-    if isinstance(count, int) and count <= 1 << 31:  # multiply and shift: the upper 64 bits of a product of 96
-        upper, lower = unsigned(d.word(0)), unsigned(d.word(1))
-        chosen = torch.bitwise_right_shift(upper * count + torch.bitwise_right_shift(lower * count, 32), 32)
-    else:
-        chosen = (word64(d) & LOW63) % count if count != 1 << 63 else word64(d) & LOW63
+    upper, lower = unsigned(d.word(0)), unsigned(d.word(1))
+    top, rest = count >> 32, count & LOW32
+    middle = upper * rest + upper_half(lower * rest)
+    chosen = upper_half(middle)
+    if not isinstance(count, int) or top:
+        chosen = upper * top + chosen + upper_half(lower * top + (middle & LOW32))
     return chosen + low
+
+
+def upper_half(x: torch.Tensor) -> torch.Tensor:
+    """The upper 32 bits of 64, as an unsigned number."""
+    return torch.bitwise_right_shift(x, 32) & LOW32
 
 
 # ---------------------------------------------------------------------------------------------- one function an op

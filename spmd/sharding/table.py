@@ -63,7 +63,7 @@ row(
     bernoulli rand_like randn_like randint_like normal_functional uniform rand randn randint randperm multinomial normal exponential
     native_dropout rrelu_with_noise_functional poisson binomial geometric cauchy log_normal""",
 )
-row(c.bits, "random_bits")
+row(c.bits, "spmd::random_bits")
 
 # dims moved, split, merged
 row(c.view, "view _unsafe_view reshape _reshape_alias")
