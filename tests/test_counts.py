@@ -1,22 +1,23 @@
 """How many collectives a step needs, by tag, without any pass: one reduction a parameter, one gather, whatever the step looks like."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from spmd.api import local_graph
 from spmd.capture import capture
 from spmd.graph.local import LocalGraph
 from spmd.modes import DataParallelMode
 from spmd.runtime.world import World
-from tests.oracle import oracle, tools
+from tests.oracle import models, oracle, steps, tools
 from tests.oracle import world as ranks
 from tests.oracle.case import Case, Parts
-from tests.oracle.cases import CASES
+from tests.oracle.cases import CASES, momentum, regression
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,41 @@ def test_activations_stay_where_they_are(style: str) -> None:
     """The only value that moves is the loss."""
     program, _ = program_of(CASES["optim_sgd"], style, 3)
     assert Counter(c.role for c in program.collectives)["value"] == 1
+
+
+@pytest.mark.parametrize("name", ["optim_muon", "optim_torch_muon", "optim_shampoo", "optim_adafactor"])
+def test_an_optimizer_of_whole_matrices_gathers_each_once(name: str) -> None:
+    program, parts = program_of(CASES[name], "fully_shard", 4)
+    gathered = [c.nbytes for c in program.collectives if c.role == "value" and c.op == "all_gather"]
+    tensors = [p.numel() * p.element_size() for p in parts.models[0].parameters()]
+    assert sum(gathered) <= sum(tensors)
+    assert max(Counter(gathered).values()) == 1
+
+
+MIXING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "var": lambda x, y: x.var(0).sum(),
+    "std of all": lambda x, y: x.std() * y.mean(),
+    "norm": lambda x, y: x.norm() + x.norm(dim=0).sum() + x.abs().max(),
+    "normalized": lambda x, y: ((x - x.mean(0)) / x.std(0) * y).sum(),
+    "logsumexp": lambda x, y: x.logsumexp(0).sum(),
+    "softmax": lambda x, y: (x.softmax(0) * y).sum() + x.log_softmax(0).mean(),
+    "max": lambda x, y: x.max(0).values.sum() + (x.argmax(0) * x.min(0).values).sum(),
+    "covariance": lambda x, y: (x.T @ y).square().sum(),
+    "two varying dims": lambda x, y: (x[:, :1] - y[:, 0]).square().mean(),
+    "own label": lambda x, y: F.cross_entropy(x @ torch.ones(3, len(x)), torch.arange(len(x))),
+    "weights by place": lambda x, y: (x * torch.arange(len(x), dtype=x.dtype)[:, None]).sum(),
+    "views of a batch": lambda x, y: (torch.cat([x, y]) @ torch.ones(3, 2)).softmax(1)[: len(x)].sum(),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_statistics_of_the_batch_move_sums(name: str) -> None:
+    """No activation is gathered where sums, maxima or positions will do."""
+    case = Case(name, models.mlp, steps.basic(MIXING[name]), regression, momentum)
+    program, _ = program_of(case, "fully_shard", 4)
+    gathered = [c for c in program.collectives if c.role == "value" and c.before.startswith("S")]
+    assert sum(c.nbytes for c in gathered) <= (8 * 8 if name == "two varying dims" else 0), gathered
+    assert not program.fallbacks
 
 
 @pytest.mark.parametrize("style", oracle.STYLES)

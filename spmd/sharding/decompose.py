@@ -88,7 +88,9 @@ def split(layout: Layout, dims: Sequence[int]) -> bool:
 
 def along(call: Call, layouts: Sequence[Layout]) -> bool:
     """The dims that the op reduces, or works along, are split."""
-    return split(layouts[0], call.dims(call.arg("dim"), len(call.inputs[0])))
+    n = len(call.inputs[0])
+    dims = call.dims(call.arg("dim"), n)
+    return any(split(p, dims) for p, s in zip(layouts, call.inputs, strict=True) if len(s) == n)
 
 
 def along_one(call: Call, layouts: Sequence[Layout]) -> bool:

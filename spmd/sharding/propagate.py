@@ -58,9 +58,7 @@ class Plan:
     settled: dict[fx.Node, Layout] = field(
         default_factory=dict
     )  # partial gradients that are reduced once, where they appear, and read so
-    views: dict[fx.Node, fx.Node] = field(
-        default_factory=dict
-    )  # views of stored tensors, or of casts of them: what they are of, whose gather they share
+    views: dict[fx.Node, fx.Node] = field(default_factory=dict)  # views: what they are of, whose gather they share
     roots: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the same through casts: always a stored tensor
     outputs: list[Layout | None] = field(default_factory=list)
     fallbacks: list[fx.Node] = field(default_factory=list)  # ops without a rule that gathered something
@@ -285,10 +283,7 @@ class Propagation:
         plan.layouts[node] = tree_unflatten(outs, spec)
         plan.choices[node] = Choice(call, rule, wants, outs)
         self.kind[node] = kind
-        root = plan.roots.get(call.tensors[0]) if call.tensors else None
-        if root is not None and rule is not None and (rule.view or call.name == "_to_copy"):
-            plan.roots[node] = root
-            plan.views[node] = plan.views[call.tensors[0]] if rule.view else node
+        self.note_view(call, rule)
         if rule is not None and rule.heavy and kind != BATCH and all(w == R for w in wants):
             self.whole.update(
                 x for x, p in zip(call.tensors, current, strict=True) if isinstance(p, Sharded) or x in self.whole
@@ -300,6 +295,17 @@ class Propagation:
         if fqn and isinstance(plan.layouts[node], Partial) and any(not accumulates(node, u) for u in node.users):
             plan.settled[node] = self.constraints.gradients.get(fqn, R)
             self.kind[node] = STATE
+
+    def note_view(self, call: Call, rule: Rule | None) -> None:
+        """Views share the gather of what they are of: a stored tensor or a cast of one, and any value that they hold all elements of."""
+        if rule is None or not (rule.view or call.name == "_to_copy"):
+            return
+        node, source, plan = call.node, call.tensors[0], self.plan
+        if source in plan.roots:
+            plan.roots[node] = plan.roots[source]
+            plan.views[node] = plan.views[source] if rule.view else node
+        elif rule.view and math.prod(call.inputs[0]) == math.prod(call.outputs[0] or ()):
+            plan.views[node] = plan.views.get(source, source)
 
     def output(self, x: Any, want: Layout | None) -> Layout | None:
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
