@@ -137,3 +137,7 @@ symbolic_functions = {
     name: getattr(torch, f"_sym_{name}")
     for name in ("sqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "log2")
 }
+
+# Capture: torch's checks of values, which become assertions in the graph.
+is_all_true = torch._is_all_true  # what torch.distributions validates its arguments with
+assert_async = torch._assert_async

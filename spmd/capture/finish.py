@@ -26,7 +26,13 @@ _IDENTITY = (
     aten.lift_fresh.default,
     aten.lift.default,
 )
-_NOISE = ("profiler::", "aten::_assert", "aten::sym_constrain", "aten::_local_scalar_dense_check")
+_NOISE = (
+    "profiler::",
+    "aten::_assert_scalar",
+    "aten::_assert_tensor",
+    "aten::sym_constrain",
+    "aten::_local_scalar_dense_check",
+)
 _ORDER = (Role.PARAMETER, Role.BUFFER, Role.STATE, Role.GRADIENT, Role.HYPER, Role.USER)
 
 
@@ -186,7 +192,8 @@ def _refuse(graph: fx.Graph) -> None:
 
 def _unbacked(node: fx.Node) -> bool:
     val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and bool(free_unbacked_symbols(val))
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    return any(isinstance(v, torch.Tensor) and bool(free_unbacked_symbols(v)) for v in values)
 
 
 def _assemble(traced: Traced, graph: fx.Graph, inputs: dict[fx.Node, Entry], init: Init) -> Finished:

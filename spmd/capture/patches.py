@@ -11,10 +11,12 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint as checkpoint
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from spmd._torch import get_mkldnn_enabled, op_effects, set_mkldnn_enabled, symbolic_functions, torch_decompositions
+from spmd.capture.functions import counted_batches
 from spmd.capture.provenance import Tracker
 from spmd.capture.random import eager_dropout
 from spmd.errors import CaptureError, Offence, SideEffectError
@@ -34,6 +36,8 @@ def patched(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(_no_mkldnn())
         stack.enter_context(_effects(tracker))
         stack.enter_context(_symbolic_math())
+        stack.enter_context(counted_batches())
+        stack.enter_context(replaced(GradScaler, step=_refuse_scaler(tracker, GradScaler.step)))
         stack.enter_context(replaced(AveragedModel, update_parameters=_update_average))
         yield
 
@@ -225,6 +229,21 @@ def _refuse_scheduler(tracker: Tracker, original: Callable[..., Any]) -> Callabl
                 f"{type(self).__name__}.step() inside the step: the learning rate would change at the first call only",
                 where=str(tracker.here()[0] or ""),
                 remedy="call scheduler.step() in the training loop, after the compiled step; the new lr is read at each call",
+            )
+        )
+
+    return step
+
+
+def _refuse_scaler(tracker: Tracker, original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return original(self, *args, **kwargs)
+        raise CaptureError(
+            Offence(
+                "GradScaler skips the step where a gradient isn't finite, which is a branch on a value",
+                where=str(tracker.here()[0] or ""),
+                remedy="use bfloat16 autocast without a scaler, or scale by hand and choose with torch.where",
             )
         )
 

@@ -19,12 +19,11 @@ from spmd._torch import (
     is_functorch_wrapped_tensor,
     without_top_function_mode,
 )
+from spmd.capture.functions import REPLACED
 from spmd.capture.gradients import GradientWatch
 from spmd.capture.objects import Objects, successor
 from spmd.capture.patches import replaced
 from spmd.errors import CaptureError, Offence
-
-_MISTRACED = ("multilabel_margin_loss",)  # its decomposition in torch 2.13 differs from the kernel
 
 
 @contextmanager
@@ -66,9 +65,11 @@ class Substitution(TorchFunctionMode):
         if any(map(_has_real, args)) or any(map(_has_real, kwargs.values())):
             args = tuple(self._replace(a) for a in args)
             kwargs = {k: self._replace(v) for k, v in kwargs.items()}
-        if getattr(func, "__name__", "") in _MISTRACED:
-            remedy = "write the loss out in other ops"
-            raise CaptureError(Offence(f"torch traces {func.__name__} into ops with another result", remedy=remedy))
+        if func in REPLACED:
+            return REPLACED[func](*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            _check_generator(kwargs["generator"])
+            kwargs["generator"] = None
         owner = getattr(func, "__self__", None)
         if owner is torch.Tensor.grad:
             return self._grad(func, args)
@@ -133,6 +134,17 @@ def _has_real(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return _is_real(value)
     return isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) and _is_real(v) for v in value)
+
+
+def _check_generator(generator: torch.Generator) -> None:
+    """torch's default generator is what is meant without one."""
+    if generator is not torch.default_generator:
+        raise CaptureError(
+            Offence(
+                "the step draws from a torch.Generator of its own, whose state a graph doesn't carry",
+                remedy="draw from the default generator (spmd.compile(seed=...) gives the step one), or draw outside and pass the numbers in",
+            )
+        )
 
 
 def _from_number(number: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> torch.Tensor:

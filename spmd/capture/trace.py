@@ -33,9 +33,10 @@ from spmd.capture.objects import Objects, successor
 from spmd.capture.optim import OptimizerTrace, patched_steps
 from spmd.capture.patches import patched, replaced
 from spmd.capture.provenance import Tracker, recording
+from spmd.capture.refuse import located
 from spmd.capture.result import Slot
 from spmd.capture.swap import Substitution, lookup_in, swapped_modules
-from spmd.errors import Offence, SideEffectError
+from spmd.errors import Offence, SideEffectError, SpmdError
 from spmd.graph.step import Input, Output, Role
 
 _set_rng_state = torch.set_rng_state
@@ -129,6 +130,7 @@ class Trace:
             for manager in (
                 torch.compiler._compile_session_context(),  # is_compiling(): libraries then don't branch on values
                 torch.compiler._non_strict_tracing_context(),
+                torch.compiler.set_stance("force_eager"),  # what torch.compile wraps runs as it was written
                 set_multithreading_enabled(False),
                 enable_python_dispatcher(),
                 tracing(TracingContext(self.faker.mode)),
@@ -183,9 +185,15 @@ class Trace:
             self.found = snapshot(self.copies)
             with self.effects.containers(mappings(self.copies)), substitution.everywhere():
                 args, kwargs = self.arguments.rebuild(leaves)
-                result = self.fn(*args, **kwargs)
+                result = self._call(args, kwargs)
             self._collect(result)
         return self.values
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self.fn(*args, **kwargs)
+        except SpmdError as error:
+            raise located(error) from error
 
     def _wrap(self, fakes: tuple[Any, ...]) -> None:
         for e, fake in zip(self.entries, fakes, strict=True):

@@ -109,10 +109,17 @@ class _Session:
         try:
             traced, finished = self._attempt(Plan(self.batch, None, writes_numbers=self.writes_numbers))
         except Exception as error:
-            raise explain(error, self.objects, self.local, self.batch) from error
+            raise explain(error, self.objects, self.local, self.batch, self._runs_at) from error
         if self.batch is not None and self.batch > 1:
             self._compare(finished.step)
         return traced, finished
+
+    def _runs_at(self, batch: int) -> bool:
+        try:
+            self._attempt(Plan(batch, None, writes_numbers=self.writes_numbers))
+        except Exception:
+            return False
+        return True
 
     def _compare(self, step: StepGraph) -> None:
         """A static trace doesn't know which dims carry the batch; a second one at another size tells, if the step takes the same path there."""
