@@ -19,8 +19,8 @@ from spmd.sharding.example import same
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, join, shard, take
 from spmd.sharding.partition import Axis, partition
 from spmd.sharding.propagate import Choice, Plan
-from spmd.sharding.register import Op, resolve
-from spmd.sharding.rule import Call, Rule
+from spmd.sharding.register import REDUCTIONS, Op, resolve
+from spmd.sharding.rule import Call, Rule, Transfer
 from spmd.sharding.sources import rule_for
 
 Case = tuple[int, list[Layout], list[Layout]]  # ranks, layouts of the inputs, layouts of the outputs
@@ -111,7 +111,7 @@ def cases(call: Call, rule: Rule) -> Iterator[Case]:
         for i, shape in enumerate(call.inputs):
             for s in (layout for d, n in enumerate(shape) for layout in shards(d, n, world)):
                 found = rule.transfer(i, s, world) if rule.inputs[i] is not None and not rule.whole else None
-                if found and str(found) not in seen:
+                if found and str(found) not in seen and not local(found):
                     seen.add(str(found))
                     yield world, [w or R for w in found[0]], found[1]
         for group in rule.linear:
@@ -121,6 +121,11 @@ def cases(call: Call, rule: Rule) -> Iterator[Case]:
                     [Partial() if i in group else R for i in range(len(call.inputs))],
                     [Partial()] * len(call.values),
                 )
+
+
+def local(transfer: Transfer) -> bool:
+    """Whether it gives each rank a value of its own, which isn't the whole's: statistics of its part of the batch."""
+    return any(isinstance(x, Partial) and x.op not in REDUCTIONS for x in (*transfer[0], *transfer[1]))
 
 
 def shards(d: int, size: int, world: int) -> Iterator[Sharded]:
@@ -142,6 +147,7 @@ def complaint(call: Call, rule: Rule, case: Case, tensors: Sequence[torch.Tensor
     expected = tree_leaves(call.target(*args, **kwargs), is_leaf=lambda x: x is None)
     plan = plan_of(step, own, rule, case)
     results = []
+    partial = [x for x, layout in zip(tensors, wants, strict=True) if isinstance(layout, Partial)]
     for r in range(world):
         local = partition(step, plan, Axis(world, r, "0"))
         parts = [piece(x, layout, world, r) for x, layout in zip(tensors, wants, strict=True)]
@@ -152,7 +158,8 @@ def complaint(call: Call, rule: Rule, case: Case, tensors: Sequence[torch.Tensor
         pieces = [r[q] for r in results]
         if isinstance(layout, Replicated) and not all(same(p, whole) for p in pieces):
             return f"output {q} isn't the whole on every rank"
-        scale = [p.abs() for p in pieces] if isinstance(layout, Partial) and whole.dtype != torch.bool else []
+        summed = isinstance(layout, Partial) and whole.dtype != torch.bool
+        scale = [*pieces, *partial] if summed else []  # what rounding is relative to
         if not same(join(pieces, layout).nan_to_num(), whole.nan_to_num(), *scale):
             return f"output {q}, joined as {layout}, isn't what the op gives on the whole"
     return ""
@@ -176,16 +183,26 @@ def alone(call: Call) -> tuple[StepGraph, Call]:
     assert callable(call.target)
     node = graph.call_function(call.target, args, kwargs)
     node.meta["val"] = call.node.meta["val"]
-    results: list[Any] = [node]
-    if not isinstance(node.meta["val"], torch.Tensor):
-        results = []
-        for q, val in enumerate(call.values):
-            results.append(None if val is None else graph.call_function(operator.getitem, (node, q)))
-            if val is not None:
-                results[q].meta["val"] = val
+    results = elements(graph, node)
     graph.output(tuple(results))
     outputs = tuple(Output(Role.USER, f"y{q}") for q in range(len(results)))
     return StepGraph(fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), outputs), Call(node)
+
+
+def elements(graph: fx.Graph, node: fx.Node) -> list[fx.Node | None]:
+    """What a node yields, one node for each tensor; None for what the op leaves out."""
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return [node]
+    found: list[fx.Node | None] = []
+    for q, element in enumerate(val):
+        if element is None:
+            found.append(None)
+        else:
+            item = graph.call_function(operator.getitem, (node, q))
+            item.meta["val"] = element
+            found += elements(graph, item)
+    return found
 
 
 def plan_of(step: StepGraph, call: Call, rule: Rule, case: Case) -> Plan:
@@ -193,9 +210,11 @@ def plan_of(step: StepGraph, call: Call, rule: Rule, case: Case) -> Plan:
     plan = Plan(0, world)
     plan.layouts.update(zip(step.placeholders, wants, strict=True))
     plan.choices[call.node] = Choice(call, rule, list(wants), outs)
-    single = isinstance(call.node.meta["val"], torch.Tensor)
-    plan.layouts[call.node] = outs[0] if single else outs
-    plan.layouts.update({user: outs[user.args[1]] for user in call.node.users if user.target is operator.getitem})  # type: ignore[index]
+    _, tree = tree_flatten(call.node.meta["val"], is_leaf=lambda x: x is None)
+    plan.layouts[call.node] = tree_unflatten(outs, tree)
+    for item in step.graph.nodes:
+        if item.target is operator.getitem:
+            plan.layouts[item] = plan.layouts[item.args[0]][item.args[1]]
     plan.outputs = [out if isinstance(x, fx.Node) else None for x, out in zip(step.results, outs, strict=True)]
     return plan
 

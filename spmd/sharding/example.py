@@ -135,7 +135,9 @@ def same(found: torch.Tensor, expected: torch.Tensor, *terms: torch.Tensor) -> b
     bound = max(
         (float(x[torch.isfinite(x)].abs().max()) for x in (expected, *terms) if torch.isfinite(x).any()), default=0.0
     )
-    tolerance = TOLERANCE.get(expected.dtype, COARSE)
+    tolerance = max(
+        TOLERANCE.get(x.dtype, COARSE) for x in (expected, *terms) if x.dtype.is_floating_point or x.dtype.is_complex
+    )
     return torch.allclose(found.to(wide), expected.to(wide), rtol=tolerance, atol=tolerance * bound)
 
 
