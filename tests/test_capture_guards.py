@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from spmd.capture import capture, guards_hold
+from spmd.errors import InputError
 from tests.replay import adamw, labelled, mlp, train
 
 
@@ -80,3 +85,57 @@ def test_guards_follow_replaced_parameters() -> None:
     assert captured.guards.check(train, args, {}) is not None
     captured.guards.rebind(mapping)
     assert captured.guards.check(train, args, {}) is None
+
+
+LEVEL = 1.0
+
+
+def inner_helper(x: torch.Tensor) -> torch.Tensor:
+    return x * LEVEL
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return inner_helper(x) + 1
+
+
+class Helped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 5).double()
+
+    @property
+    def scaled(self) -> torch.Tensor:
+        return helper(self.a.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.scaled, self.a.bias)
+
+
+def test_globals_of_helpers_of_helpers_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a module's property, through two functions, to a number and to the function itself."""
+    model = Helped()
+    args = (model, adamw(model), *labelled()(6))
+    captured = capture(train, args)
+    assert captured.guards.check(train, args, {}) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "LEVEL", 2.0)
+        changed = captured.guards.check(train, args, {})
+        assert changed and "LEVEL" in changed and changed.liftable
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "inner_helper", lambda x: x)
+        changed = captured.guards.check(train, args, {})
+        assert changed and "inner_helper" in changed
+    assert captured.guards.check(train, args, {}) is None
+
+
+def test_an_argument_in_the_memory_of_a_parameter_is_noticed() -> None:
+    model = mlp()
+    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    x, y = labelled()(5)
+    captured = capture(train, (model, optim, x, y))
+    assert captured.guards.check(train, (model, optim, x, y), {}) is None
+    shared = model[0].weight.data[:5]
+    changed = captured.guards.check(train, (model, optim, shared, y), {})
+    assert changed and "memory" in changed
+    with pytest.raises(InputError, match="x shares memory with 0.weight"):
+        capture(train, (model, optim, shared, y))

@@ -14,7 +14,7 @@ from spmd._torch import GLOBAL_HOOKS, DTensor
 from spmd.capture.arguments import Arguments, flatten_leaves
 from spmd.capture.frozen import freeze, readable
 from spmd.capture.inputs import scope_name
-from spmd.capture.objects import SCALARS, Objects, successor
+from spmd.capture.objects import SCALARS, Objects, memory, successor
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -152,13 +152,13 @@ class Guards:
         self.hook_objects = self._hook_objects()
         self.frozen = [(mapping, key, name, freeze(mapping[key])) for mapping, key, name in readable(objects)]
         self.attributes = [(vars(m), type(m), frozenset(vars(m)), n) for n, m in objects.submodules()]
-        self.aliases = _aliases(arguments.leaves)
         self.parameters = [t.tensor for t in objects.tensors.values()]
         self.names = [t.name for t in objects.tensors.values()]
         self.flags = list(map(_flags, self.parameters))
         wanted = set(gradients)
         self.gradients = [(i, self.parameters[i].grad is None) for i, n in enumerate(self.names) if n in wanted]
         self._arguments(arguments, batch_dims, inputs)
+        self.aliases = _aliases(self._pointers(arguments.leaves))
         self._states()
 
     def _arguments(self, arguments: Arguments, batch_dims: Mapping[int, int], inputs: frozenset[str]) -> None:
@@ -183,6 +183,16 @@ class Guards:
     def _states(self) -> None:
         """Which state exists: a graph reads what was there, and makes the rest."""
         self.states = [(name, o, _state_keys(o)) for name, o in self.objects.optimizers.items()]
+        held = [v for _, o in self.objects.states() for s in o.state.values() for v in s.values()]
+        self.memory = {memory(t) for t in [*self.parameters, *held] if isinstance(t, torch.Tensor)} - {0}
+
+    def _pointers(self, leaves: Sequence[Any]) -> list[int]:
+        """Where the plain tensors among the arguments lie."""
+        return [
+            x.untyped_storage().data_ptr()
+            for guard, x in zip(self.leaves, leaves, strict=True)
+            if type(x) is torch.Tensor and isinstance(guard, _TensorGuard)
+        ]
 
     def check(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Changed | None:
         """None, or what changed since the trace."""
@@ -200,8 +210,11 @@ class Guards:
         for guard, leaf in zip(self.leaves, leaves, strict=True):
             if guard is not None and (changed := guard.changed(leaf)):
                 return changed
-        if self.aliases != _aliases(leaves):
+        pointers = self._pointers(leaves)
+        if self.aliases != _aliases(pointers):
             return Changed("the arguments' memory", None, None, "other arguments share memory than when it was traced")
+        if not self.memory.isdisjoint(pointers):
+            return Changed("the arguments' memory", None, None, "an argument shares memory with the model")
         return (
             self.scalars.changed()
             or self.members.changed()
@@ -270,10 +283,9 @@ class Guards:
         self._states()
 
 
-def _aliases(leaves: Sequence[Any]) -> list[int]:
-    """For each plain tensor the index of the first one that lies in the same memory."""
+def _aliases(pointers: Sequence[int]) -> list[int]:
+    """For each tensor the index of the first one that lies in the same memory."""
     first: dict[int, int] = {}
-    pointers = [x.untyped_storage().data_ptr() for x in leaves if type(x) is torch.Tensor]
     return [first.setdefault(p, i) for i, p in enumerate(pointers) if p]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sysconfig
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -21,10 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from spmd._torch import DTensor
 from spmd.graph.step import Role
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _EMPTY = object()
+_INSTALLED = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _OPAQUE = (types.ModuleType, type, torch.Tensor, torch.Generator, *SCALARS)
 _FOREIGN = ("torch", "numpy", "builtins", "typing", "collections", "transformers", "functools", "spmd.capture")
@@ -132,6 +135,12 @@ class Objects:
         return name if len(self.modules) == 1 else f"{root}.{name}" if name else root
 
 
+def memory(tensor: torch.Tensor) -> int:
+    """Address of the storage under a tensor, of the local part for a DTensor; 0 where it has none."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return 0 if local.is_meta or not local.numel() else local.untyped_storage().data_ptr()
+
+
 def successor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that took the place of `tensor` when it was compiled, or `tensor` itself."""
     link = tensor.__dict__.get("_spmd_successor") if hasattr(tensor, "__dict__") else None
@@ -152,6 +161,10 @@ def discover(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         if not _foreign(kind.__module__):
             for method in vars(kind).values():
                 finder.reads(method)
+    for scope in list(objects.scopes):
+        for key in scope.keys:
+            if key in scope.mapping:
+                finder.reads(scope.mapping[key], followed=True)
     _drop_inner_modules(objects)
     _name_tensors(objects)
     return objects
@@ -239,22 +252,31 @@ class _Finder:
             if name in view and _filled(cell):
                 self.found.scopes.append(Scope(f"closure variable of {fn.__qualname__}", view, (name,)))
                 self.visit(cell.cell_contents, name)
-        names = tuple(n for n in _global_names(fn.__code__) if n in fn.__globals__)
-        if names:
-            self.found.scopes.append(Scope(f"global of {fn.__module__}", fn.__globals__, names))
-        for name in names:
-            self.visit(
-                fn.__globals__[name], name, inside=_foreign(getattr(type(fn.__globals__[name]), "__module__", ""))
-            )
+        for mapping, names in _outer(fn):
+            self.found.scopes.append(Scope(f"global of {mapping.get('__name__', fn.__module__)}", mapping, names))
+            for name in names:
+                self.visit(mapping[name], name, inside=_foreign(getattr(type(mapping[name]), "__module__", "")))
 
-    def reads(self, fn: Any) -> None:
-        """Outer variables of a module's method: guarded, but what they hold doesn't take part in the step by itself."""
+    def reads(self, fn: Any, followed: bool = False) -> None:
+        """Outer variables of a module's method, and of what it calls: guarded, but what they hold doesn't take part in the step by itself.
+
+        followed: `fn` was found by name in another function. Installed packages aren't searched that far: their globals stay as they are.
+        """
+        fn = _undecorated(fn)
         if not isinstance(fn, types.FunctionType) or id(fn.__code__) in self.seen:
             return
+        if followed and (_foreign(fn.__module__) or fn.__code__.co_filename.startswith(_INSTALLED)):
+            return
         self.seen.add(id(fn.__code__))
-        names = tuple(n for n in _global_names(fn.__code__) if n in fn.__globals__)
-        if names:
-            self.found.scopes.append(Scope(f"global of {fn.__module__}", fn.__globals__, names))
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            view = CellView(cell, name)
+            if name in view and _filled(cell):
+                self.found.scopes.append(Scope(f"closure variable of {fn.__qualname__}", view, (name,)))
+                self.reads(cell.cell_contents, followed=True)
+        for mapping, names in _outer(fn):
+            self.found.scopes.append(Scope(f"global of {mapping.get('__name__', fn.__module__)}", mapping, names))
+            for name in names:
+                self.reads(mapping[name], followed=True)
 
     def _plain_object(self, value: Any, name: str) -> None:
         attributes = getattr(value, "__dict__", None)
@@ -263,6 +285,32 @@ class _Finder:
         self.found.scopes.append(Scope(f"attribute of {name or type(value).__name__}", attributes, tuple(attributes)))
         for key, item in list(attributes.items()):
             self.visit(item, f"{name}.{key}" if name else key, inside=True)
+
+
+def _undecorated(fn: Any) -> Any:
+    """The function under a property, a static or class method, a bound method, functools.partial, wraps or cache."""
+    for _ in range(8):
+        inner = getattr(fn, "__wrapped__", None) or getattr(fn, "__func__", None)
+        if isinstance(fn, (property, functools.cached_property, functools.partial)):
+            inner = getattr(fn, "fget", None) or getattr(fn, "func", None)
+        if inner is None:
+            break
+        fn = inner
+    return fn
+
+
+def _outer(fn: types.FunctionType) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """(namespace, names) of the globals that a function reads, those of modules that it names included."""
+    wanted = tuple(dict.fromkeys(_global_names(fn.__code__)))
+    own = tuple(n for n in wanted if n in fn.__globals__)
+    if own:
+        yield fn.__globals__, own
+    for module in (fn.__globals__[n] for n in own):
+        if isinstance(module, types.ModuleType) and not _foreign(module.__name__):
+            if not (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED):
+                names = tuple(n for n in wanted if n in vars(module))
+                if names:
+                    yield vars(module), names
 
 
 def _filled(cell: types.CellType) -> bool:

@@ -16,7 +16,7 @@ from spmd.capture.fakes import pick_hint
 from spmd.capture.finish import Finished, finish
 from spmd.capture.guards import Guards
 from spmd.capture.inputs import Entry, check_state, list_inputs
-from spmd.capture.objects import Objects, discover, successor
+from spmd.capture.objects import Objects, discover, memory, successor
 from spmd.capture.optim import check_supported
 from spmd.capture.refuse import explain
 from spmd.capture.result import Capture
@@ -133,11 +133,7 @@ class _Session:
 
     def _check_aliases(self, finished: Finished) -> None:
         """An argument that shares memory with what the step writes would change with it; the graph can't see that."""
-        where = {
-            t.tensor.untyped_storage().data_ptr(): t.name
-            for t in self.objects.tensors.values()
-            if type(t.tensor) is not DTensor
-        }
+        where = {memory(t.tensor): t.name for t in self.objects.tensors.values()}
         offences = []
         written = {o.name for o in finished.step.outputs if o.role is Role.USER and o.updates is not None}
         for path, leaf in zip(self.arguments.paths, self.arguments.leaves, strict=True):
@@ -147,7 +143,7 @@ class _Session:
                 or id(successor(leaf)) in self.objects.tensors
             ):
                 continue
-            pointer = leaf.untyped_storage().data_ptr()
+            pointer = memory(leaf)
             other = where.get(pointer) if pointer else None
             if other is not None and (other in self.objects.names() or {path, other} & written):
                 offences.append(
