@@ -141,3 +141,14 @@ symbolic_functions = {
 # Capture: torch's checks of values, which become assertions in the graph.
 is_all_true = torch._is_all_true  # what torch.distributions validates its arguments with
 assert_async = torch._assert_async
+
+# Capture: values behind functional tensors, written by hand.
+sync = torch._sync
+from_functional_tensor = torch._from_functional_tensor
+functionalize_replace = torch._functionalize_replace
+functionalize_commit_update = torch._functionalize_commit_update
+DisableTorchFunction = torch._C.DisableTorchFunction
+
+# Capture: what code under trace is told about where it runs.
+compile_session = torch.compiler._compile_session_context
+non_strict_tracing = torch.compiler._non_strict_tracing_context

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
+from spmd._torch import pytree
 from spmd.capture.objects import SCALARS, bind_names
 from spmd.errors import InputError, Offence
 

@@ -9,7 +9,7 @@ import sympy
 import torch
 import torch.fx as fx
 
-from spmd._torch import FakeTensor, free_unbacked_symbols
+from spmd._torch import FakeTensor, OpOverload, free_unbacked_symbols
 from spmd.capture.inputs import Entry
 from spmd.capture.result import Slot
 from spmd.capture.states import Init, cut, identifier
@@ -104,11 +104,7 @@ def _constants(traced: Traced) -> dict[fx.Node, Entry]:
 def _tidy(graph: fx.Graph, placeholders: set[fx.Node]) -> None:
     """Drops nodes that do nothing in a functional graph; marks on them move to what they stood for."""
     for node in reversed(list(graph.nodes)):
-        if (
-            isinstance(node.target, torch._ops.OpOverload)
-            and node.target._schema.name.startswith(_NOISE)
-            and not node.users
-        ):
+        if isinstance(node.target, OpOverload) and node.target._schema.name.startswith(_NOISE) and not node.users:
             graph.erase_node(node)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _IDENTITY:

@@ -25,7 +25,6 @@ class GradientWatch:
         self.names: dict[int, str] = {}
         self.first: dict[str, str] = {}  # parameter -> what touched its gradient first
         self.node_of = node_of
-        self.any_gradient = False
         self._accumulated: dict[str, fx.Node] = {}
         self._muted = 0
 
@@ -60,7 +59,6 @@ class GradientWatch:
         node = self.node_of(grad) if grad is not None else None
         if name is None or node is None:
             return
-        self.any_gradient = True
         before = self._accumulated.get(name)
         if before is not None and before.meta.get("grad_of") == name:
             del before.meta["grad_of"]  # a sum so far, not the whole gradient

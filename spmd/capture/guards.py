@@ -8,9 +8,8 @@ from operator import is_, itemgetter
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from spmd._torch import GLOBAL_HOOKS, DTensor
+from spmd._torch import GLOBAL_HOOKS, DTensor, pytree
 from spmd.capture.arguments import Arguments, flatten_leaves
 from spmd.capture.frozen import freeze, readable
 from spmd.capture.inputs import scope_name

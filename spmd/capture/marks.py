@@ -12,13 +12,18 @@ import torch
 import torch.fx as fx
 
 from spmd._torch import (
+    DisableTorchFunction,
     FakeTensorMode,
     FunctionalTensor,
     detect_fake_mode,
     disable_functional_mode,
     disable_proxy_modes_tracing,
+    from_functional_tensor,
+    functionalize_commit_update,
+    functionalize_replace,
     get_proxy_mode,
     get_proxy_slot,
+    sync,
     track_tensor_tree,
 )
 
@@ -32,15 +37,15 @@ def inner(t: torch.Tensor) -> torch.Tensor:
     """The fake tensor behind what the user's code sees, with all pending writes done."""
     if not isinstance(t, FunctionalTensor):
         return t
-    torch._sync(t)
-    return torch._from_functional_tensor(t.elem)
+    sync(t)
+    return from_functional_tensor(t.elem)
 
 
 def overwrite(t: torch.Tensor, new: torch.Tensor) -> None:
     """`t[...] = new` without a copy: `new` is a fake with a node."""
-    torch._functionalize_replace(t.elem, new)  # type: ignore[attr-defined]
-    torch._functionalize_commit_update(t.elem)  # type: ignore[attr-defined]
-    torch._sync(t)
+    functionalize_replace(t.elem, new)  # type: ignore[attr-defined]
+    functionalize_commit_update(t.elem)  # type: ignore[attr-defined]
+    sync(t)
 
 
 def fake_like(t: torch.Tensor) -> torch.Tensor:
@@ -69,7 +74,7 @@ class Marks:
 
     def mark(self, t: torch.Tensor, key: Any) -> None:
         """Puts a mark on `t`, in place: everyone who holds it sees the marked value."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._mark(t, key)
 
     def _mark(self, t: torch.Tensor, key: Any) -> None:

@@ -306,11 +306,11 @@ def _outer(fn: types.FunctionType) -> Iterator[tuple[dict[str, Any], tuple[str, 
     if own:
         yield fn.__globals__, own
     for module in (fn.__globals__[n] for n in own):
-        if isinstance(module, types.ModuleType) and not _foreign(module.__name__):
-            if not (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED):
-                names = tuple(n for n in wanted if n in vars(module))
-                if names:
-                    yield vars(module), names
+        if not isinstance(module, types.ModuleType) or _foreign(module.__name__):
+            continue
+        names = tuple(n for n in wanted if n in vars(module))
+        if names and not (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED):
+            yield vars(module), names
 
 
 def _filled(cell: types.CellType) -> bool:

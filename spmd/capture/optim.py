@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from spmd._torch import get_proxy_mode, get_proxy_slot, track_tensor_tree
+from spmd._torch import DisableTorchFunction, get_proxy_mode, get_proxy_slot, track_tensor_tree
 from spmd.capture.marks import Marks, fake_like, inner, overwrite
 from spmd.capture.patches import replaced
 from spmd.errors import CaptureError, Offence, StateError
@@ -275,7 +275,7 @@ def _fused_adam_per_parameter(
         overload = overload.overloadpacket.tensor_lr
     for step in state_steps:
         step.add_(1)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         _fused_nodes(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, overload, {"lr": lr, **kwargs})
 
 

@@ -115,7 +115,7 @@ def _effects(tracker: Tracker) -> Iterator[None]:
         if op is torch.ops.aten._linalg_check_errors.default or not original(op):
             return False
         what = f"{op} acts on something outside the graph"
-        raise CaptureError(Offence(what, where=str(tracker.here()[0] or ""), remedy="call it outside the step"))
+        raise CaptureError(Offence(what, where=str(tracker.here() or ""), remedy="call it outside the step"))
 
     with replaced(op_effects, has_effects=has_effects):
         yield
@@ -203,7 +203,7 @@ def _no_dist(tracker: Tracker) -> Iterator[None]:
         raise CaptureError(
             Offence(
                 "the step uses torch.distributed (a rank, a world size or a collective)",
-                where=str(tracker.here()[0] or ""),
+                where=str(tracker.here() or ""),
                 remedy="write the step for one device over the whole batch, or read ranks outside it",
             )
         )
@@ -227,7 +227,7 @@ def _refuse_scheduler(tracker: Tracker, original: Callable[..., Any]) -> Callabl
         raise SideEffectError(
             Offence(
                 f"{type(self).__name__}.step() inside the step: the learning rate would change at the first call only",
-                where=str(tracker.here()[0] or ""),
+                where=str(tracker.here() or ""),
                 remedy="call scheduler.step() in the training loop, after the compiled step; the new lr is read at each call",
             )
         )
@@ -242,7 +242,7 @@ def _refuse_scaler(tracker: Tracker, original: Callable[..., Any]) -> Callable[.
         raise CaptureError(
             Offence(
                 "GradScaler skips the step where a gradient isn't finite, which is a branch on a value",
-                where=str(tracker.here()[0] or ""),
+                where=str(tracker.here() or ""),
                 remedy="use bfloat16 autocast without a scaler, or scale by hand and choose with torch.where",
             )
         )

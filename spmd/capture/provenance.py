@@ -41,7 +41,6 @@ def is_user_file(file: str) -> bool:
 class Tracker:
     """What is going on right now, and what is written on the next node."""
 
-    step_code: CodeType | None
     phase: str = ""  # "update" inside optimizer.step
     modules: list[str] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)  # id(module) -> FQN
@@ -54,10 +53,8 @@ class Tracker:
     def write(self, node: fx.Node) -> None:
         """Provenance of a node that is being made."""
         meta, running = node.meta, current_autograd_node()
-        source, step = self.here()
+        source = self.here()
         meta["module"] = self.modules[-1] if self.modules else ""
-        if step is not None:
-            meta["step_source"] = step
         if running is None:
             meta["phase"] = self._phase_outside_backward()
             if meta["phase"] == "forward":
@@ -67,7 +64,6 @@ class Tracker:
             forward = self._forward.get(running._sequence_nr())
             if forward is not None:
                 source, meta["module"] = forward.meta.get("source", source), forward.meta["module"]
-                meta["forward"] = forward.name
         if source is not None:
             meta["source"] = source
         if self.checkpoint and running is None:
@@ -79,22 +75,18 @@ class Tracker:
         # Clipping, hand-written updates and averages run without grad, outside modules, once gradients exist.
         return "update" if self.after_gradients and not self.modules and not torch.is_grad_enabled() else "forward"
 
-    def here(self) -> tuple[Source | None, Source | None]:
-        """The innermost user line on the Python stack, and the line of the step itself."""
+    def here(self) -> Source | None:
+        """The innermost user line on the Python stack."""
         frame: FrameType | None = sys._getframe(2)
-        inner: Source | None = None
         while frame is not None:
             code = frame.f_code
             user = self._user.get(code)
             if user is None:
                 user = self._user[code] = is_user_file(code.co_filename)
             if user:
-                if inner is None:
-                    inner = self._source(frame)
-                if self.step_code is None or code is self.step_code:
-                    return inner, self._source(frame)
+                return self._source(frame)
             frame = frame.f_back
-        return inner, None
+        return None
 
     def _source(self, frame: FrameType) -> Source:
         code, line = frame.f_code, frame.f_lineno

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import TreeSpec
 
+from spmd._torch import TreeSpec
 from spmd.graph.step import Input, StepGraph
 
 if TYPE_CHECKING:

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
 from spmd._torch import (
     FunctionalTensor,
     FunctionalTensorMode,
     TracingContext,
+    compile_session,
     enable_python_dispatcher,
     lazy_size_nodes,
     make_fx,
+    non_strict_tracing,
+    pytree,
     set_multithreading_enabled,
     tracing,
 )
@@ -86,7 +88,7 @@ class Trace:
         self.faker = Faker(plan.size, plan.hint)
         self.marks = Marks()
         self.watch = GradientWatch(node_of)
-        self.tracker = Tracker(step_code(fn), names={id(m): n for n, m in objects.submodules()})
+        self.tracker = Tracker(names={id(m): n for n, m in objects.submodules()})
         self.effects = Effects(objects)
         self.by_id: dict[int, torch.Tensor] = {}  # id of a real tensor -> what stands for it
         self.lifted: list[Lifted] = []
@@ -128,8 +130,8 @@ class Trace:
         rng = torch.get_rng_state()
         with ExitStack() as stack:
             for manager in (
-                torch.compiler._compile_session_context(),  # is_compiling(): libraries then don't branch on values
-                torch.compiler._non_strict_tracing_context(),
+                compile_session(),  # is_compiling(): libraries then don't branch on values
+                non_strict_tracing(),
                 torch.compiler.set_stance("force_eager"),  # what torch.compile wraps runs as it was written
                 set_multithreading_enabled(False),
                 enable_python_dispatcher(),
@@ -372,16 +374,6 @@ def _refuse_rng_state(*_: Any) -> None:
     raise SideEffectError(
         Offence("the step sets torch's random state", remedy="draw outside the step and pass the numbers in")
     )
-
-
-def step_code(fn: Callable[..., Any]) -> Any:
-    """The code object of the user's function under decorators, or None."""
-    while True:
-        fn = getattr(fn, "__func__", getattr(fn, "func", getattr(fn, "__wrapped__", None))) or fn
-        if hasattr(fn, "__code__"):
-            return fn.__code__
-        if not any(hasattr(fn, a) for a in ("__func__", "func", "__wrapped__")):
-            return None
 
 
 def _buffers_by_name(objects: Objects) -> Iterator[tuple[str, torch.Tensor]]:
