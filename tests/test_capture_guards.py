@@ -137,5 +137,5 @@ def test_an_argument_in_the_memory_of_a_parameter_is_noticed() -> None:
     shared = model[0].weight.data[:5]
     changed = captured.guards.check(train, (model, optim, shared, y), {})
     assert changed and "memory" in changed
-    with pytest.raises(InputError, match="x shares memory with 0.weight"):
+    with pytest.raises(InputError, match=r"x shares memory with 0\.weight"):
         capture(train, (model, optim, shared, y))
