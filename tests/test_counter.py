@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -282,6 +285,17 @@ def test_a_state_brings_back_the_numbers() -> None:
         other.load_state_dict({})
 
 
+def test_dcp_takes_a_step(tmp_path: Path) -> None:
+    x = torch.ones(64)
+    first, second = (spmd.compile(seeded.fn, seed=seed, randomness="counter") for seed in (3, 4))
+    first(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process without a group
+        dcp.save({"step": first}, checkpoint_id=tmp_path)
+        dcp.load({"step": second}, checkpoint_id=tmp_path)
+    assert torch.equal(second(x), first(x))
+
+
 def test_a_seed_of_eager_randomness_has_a_state_too() -> None:
     x = torch.ones(64)
     step = spmd.compile(seeded.fn, seed=3)
@@ -355,3 +369,18 @@ def test_a_generator_of_the_steps_own_is_refused() -> None:
 def test_unknown_randomness_is_refused() -> None:
     with pytest.raises(ValueError, match="counter"):
         spmd.compile(seeded.fn, randomness="philox")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.int8, torch.int64))
+def test_random_between_bounds_is_eagers(dtype: torch.dtype) -> None:
+    """With eager randomness `random_(from, to)` is captured as a draw from 0 that's moved."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.empty_like(x, dtype=dtype).random_(-2, 5)
+
+    x, found = torch.ones(50), []
+    for run in (step, spmd.compile(step)):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            found.append(torch.cat([run(x).double(), torch.rand(1).double()]))
+    assert torch.equal(*found)

@@ -78,6 +78,16 @@ def test_blocks_give_what_the_definition_gives(part: tuple[list[int], list[int],
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when Inductor is imported
+def test_inductor_gives_what_the_definition_gives() -> None:
+    """In one kernel; also where signed products overflow, and beyond 2^32."""
+    fused = torch.compile(bits.elementwise, dynamic=True)
+    key = keys.streamed(torch.tensor(keys.key_of(7, 2)), 3)
+    for part in (PARTS[0], PARTS[7], PARTS[10]):
+        assert torch.equal(fused(key, *part), defined(*part))
+
+
 def test_a_word_is_that_of_its_position() -> None:
     """Known values, so that a change of the mix, which changes every run, can't go unseen; and parts are parts of the whole."""
     assert whole([4]).tolist() == [241984515, -1310411193, 1421984035, 346523014]

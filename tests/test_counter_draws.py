@@ -134,7 +134,7 @@ def test_geometric() -> None:
     assert (draw("geometric", p=1.0) == 1).all()
 
 
-@pytest.mark.parametrize("low, high", ((0, 2), (-3, 4), (0, 768), (5, 6), (10, 10 + 3 * (1 << 29))))
+@pytest.mark.parametrize("low, high", ((0, 2), (-3, 4), (0, 768), (5, 6), (0, 768 << 8), (10, 10 + 3 * (1 << 29))))
 def test_integers_are_even(low: int, high: int) -> None:
     x = draw("randint", torch.int64, low=low, high=high)
     assert low <= int(x.min()) and int(x.max()) < high

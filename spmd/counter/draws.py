@@ -95,11 +95,15 @@ def word64(d: Draw, size: Sequence[int] | None = None) -> torch.Tensor:
 
 
 def integers(d: Draw, low: Any, high: Any) -> torch.Tensor:
-    """Integers on [low, high): the upper half of the product of 64 random bits and their number, by halves of 32 bits."""
+    """Integers on [low, high): the upper half of the product of random bits and their number. 32 bits for up to 2^16, which is a bias of 2^-16 of
+    a probability at most; else 64, whose product is made of halves."""
     count = high - low
     if isinstance(count, int) and not 0 < count <= 1 << 63:
         raise ValueError(f"there are no integers to draw, or too many: from {low} to below {high}")
-    upper, lower = unsigned(d.word(0)), unsigned(d.word(1))
+    upper = unsigned(d.word(0))
+    if isinstance(count, int) and count <= 1 << 16:
+        return torch.bitwise_right_shift(upper * count, 32) + low
+    lower = unsigned(d.word(1))
     top, rest = count >> 32, count & LOW32
     middle = upper * rest + upper_half(lower * rest)
     chosen = upper_half(middle)
@@ -152,8 +156,6 @@ def bernoulli(d: Draw, a: Arguments) -> torch.Tensor:
     if isinstance(p, torch.Tensor):
         exact = torch.float64 if p.dtype is torch.float64 else torch.float32
         return (below_one(d, exact) < p).to(d.dtype)
-    if not isinstance(p, (int, float)):  # a number of the call
-        return (below_one(d, torch.float64) < p).to(d.dtype)
     threshold = round(p * 2**32) - 2**31  # exact to 2^-33
     if threshold >= 2**31:
         return torch.ones_like(d.like)
