@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.fuzz.check import Finding, check
 from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrink
-from tests.fuzz.strategies import programs
+from tests.fuzz.strategies import MOVES, programs
+from tests.fuzz.vocabulary import OPS
 
 
 def signature(program: Program, finding: Finding) -> str:
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=int, default=7)
     parser.add_argument("--budget", type=int, default=80)
+    parser.add_argument("--moves", action="store_true", help="words that move, join and cut alone")
     parser.add_argument("--out", default="/dev/stdout")
     args = parser.parse_args()
     kinds: Counter[str] = Counter()
@@ -47,7 +49,7 @@ def main() -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs(longest=args.longest))
+    @given(programs(args.longest, MOVES.split() if args.moves else OPS))
     def search(program: Program) -> None:
         began = time.time()
         finding = check(program)
@@ -55,6 +57,8 @@ def main() -> None:
         kinds[finding.kind] += 1
         words.update(d.word for d in program.body)
         fallbacks.update(finding.fallbacks.keys())
+        if kinds.total() % 20 == 0:
+            print(f"-- {kinds.total()} examples: {dict(kinds)}", file=out)
         if finding.kind == "unfit":
             unfit[finding.detail.splitlines()[0][:100]] += 1
         first = finding.detail.splitlines()[0] if finding.detail else ""

@@ -77,7 +77,7 @@ def compiled(program: Program, reference: Run) -> Finding:
         optimizer = program.optim(model)
         mode = DataParallelMode(program.style, input_batch_dim=program.dim)
         share = [t.chunk(program.world, program.dim)[0] for t in program.arguments(program.batch, 100)]
-        ranks = Ranks.of(program.step(), (model, optimizer, *share), mode, program.world, program.batch)
+        ranks = Ranks(program.step(), (model, optimizer, *share), mode, program.world, program.batch)
     except SpmdError as error:
         return Finding("refused", f"{type(error).__name__}: {error.offences[0]}\n{_cause(error)}")
     except Exception:

@@ -24,7 +24,10 @@ class Lion(optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                average = state["exp_avg"]
                 first, second = group["betas"]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(average.lerp(p.grad, 1 - first).sign_(), alpha=-group["lr"])

@@ -6,13 +6,12 @@ What the runtime does with storage is done here on whole tensors that are cut an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spmd.capture import Capture, Slot, capture, flatten_leaves
+from spmd.capture import Slot, capture, flatten_leaves
 from spmd.debug import run_lockstep
 from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
@@ -26,43 +25,40 @@ from spmd.sharding.propagate import Plan, propagate
 Parts = list[Tensor]  # one a rank
 
 
-@dataclass
 class Ranks:
-    """Runs the calls of one captured step on `world` ranks.
+    """Runs a step on the ranks of `world`.
 
     Attributes:
         stored: padded buffers of parameters, buffers and states, by name.
         gradients: parts of what lies in `.grad` between calls, by parameter.
     """
 
-    captured: Capture
-    mode: DataParallelMode
-    world: int
-    batch: int
-    stored: dict[str, Parts] = field(default_factory=dict)
-    layouts: dict[str, tuple[Layout, tuple[int, ...]]] = field(default_factory=dict)
-    gradients: dict[str, Parts] = field(default_factory=dict)
+    def __init__(
+        self, step: Callable[..., Any], args: Sequence[Any], mode: DataParallelMode, world: int, batch: int
+    ) -> None:
+        """`args` are the first rank's: model, optimizer and its share of the batch. Nothing is run but what makes states."""
+        self.step, self.args, self.mode, self.world, self.batch = step, tuple(args), mode, world, batch
+        self.stored: dict[str, Parts] = {}
+        self.layouts: dict[str, tuple[Layout, tuple[int, ...]]] = {}
+        self.gradients: dict[str, Parts] = {}
+        self.capture()
 
-    def __post_init__(self) -> None:
-        self.programs, self.plan = self.compile(self.captured.step)
-
-    @classmethod
-    def of(cls, step: Callable[..., Any], args: Sequence[Any], mode: DataParallelMode, world: int, batch: int) -> Ranks:
-        """Captures the step with the first rank's arguments, and makes all programs. Nothing is run but what makes states."""
-        captured = capture(
-            step,
-            tuple(args),
-            batch_dim=mode.input_batch_dim,
-            replicated=mode.replicated_inputs,
-            global_batch=lambda local: local * world,
+    def capture(self) -> None:
+        self.captured = capture(
+            self.step,
+            self.args,
+            batch_dim=self.mode.input_batch_dim,
+            replicated=self.mode.replicated_inputs,
+            global_batch=lambda local: local * self.world,
         )
-        self = cls(captured, mode, world, batch)
-        for slot, layouts in zip(captured.slots, self.programs[0].inputs, strict=True):
-            if slot.input.role in STORED and slot.tensor is not None and layouts is not None:
-                self.put(slot.input.name, slot.tensor.detach(), layouts[0])
-        if captured.init is not None:
-            self.make_states(captured.init)
-        return self
+        self.stale = False
+        self.programs, self.plan = self.compile(self.captured.step)
+        for slot, layouts in zip(self.captured.slots, self.programs[0].inputs, strict=True):
+            name, tensor = slot.input.name, slot.tensor
+            if slot.input.role in STORED and tensor is not None and layouts is not None and name not in self.stored:
+                self.put(name, tensor.detach(), layouts[0])
+        if self.captured.init is not None:
+            self.make_states(self.captured.init)
 
     def compile(self, step: StepGraph) -> tuple[list[LocalGraph], Plan]:
         concrete = at(step, self.batch)
@@ -89,12 +85,23 @@ class Ranks:
         outputs = run_lockstep(programs, [self.inputs(program, [], rank) for rank, program in enumerate(programs)])
         for i, (out, layouts) in enumerate(zip(init.outputs, programs[0].outputs, strict=True)):
             assert layouts is not None
-            self.put(out.name, join([o[i] for o in outputs], layouts[0]), layouts[0])
+            if out.name not in self.stored:
+                self.put(out.name, join([o[i] for o in outputs], layouts[0]), layouts[0])
+
+    def add_state(self, name: str, whole: Tensor, layout: Layout) -> None:
+        """A state that the step itself has made: the next call is another program."""
+        model, optimizer = self.args[:2]
+        owner, _, key = name.rpartition(".")
+        optimizer.state[model.get_parameter(owner)][key] = whole
+        self.put(name, whole, layout)
+        self.stale = True
 
     # ---- one call
 
     def __call__(self, *args: Any) -> tuple[list[Any], list[Layout | None]]:
         """What the user's function returns, whole, and how each of it lies on the ranks. `args` are the global arguments."""
+        if self.stale:
+            self.capture()
         leaves = flatten_leaves(args, {})
         with torch.no_grad():
             inputs = [self.inputs(program, leaves, rank) for rank, program in enumerate(self.programs)]
@@ -133,6 +140,9 @@ class Ranks:
                 owner = out.grad_of or out.name.removesuffix(".grad")
                 self.gradients[owner] = parts
                 self.layouts[f"{owner}.grad"] = (layouts[0], ())
+            elif out.role is Role.STATE and out.updates is None:
+                assert layouts is not None
+                self.add_state(out.name, join(parts, layouts[0]), layouts[0])
             elif out.role is Role.USER and out.updates is None:
                 assert layouts is None or not isinstance(layouts[0], Partial), "a partial value is returned"
                 returned.append(parts[0] if layouts is None else join(parts, layouts[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ from tests.fuzz.vocabulary import OPS, Draw
 SHAPES = ((5,), (4,), (4, 3), (3, 6), (6, 4), (2, 4, 5), (3, 6, 6), (2, 5, 4))
 ELEMENTS, MAGNITUDE, RANK = 3000, 30.0, 5
 OTHER = 11  # the other batch size
+
+# Words that only move, join and cut: chains of them try the layouts of one batch inside other dims.
+MOVES = """
+    flatten flatten_all flatten_rest unflatten permute transpose unsqueeze squeeze expand repeat repeat_interleave flip roll pad cut narrow
+    select chunk_swap chunk_first split_sizes halves_product tensor_split unbind_stack cat stack cat_self plus_one_row shifted unfold diff
+    add mul where_of_two sum mean amax softmax cumsum similarity gram self_products matmul cross_similarity linear positions index_select
+    """
 
 
 class Sketch:
@@ -59,13 +67,15 @@ def tame(v: Tensor) -> bool:
     )
 
 
-def fitting(values: list[tuple[Tensor, ...]], recent: int) -> list[tuple[str, tuple[int, ...]]]:
+def fitting(
+    values: list[tuple[Tensor, ...]], words: Collection[str], recent: int = 5
+) -> list[tuple[str, tuple[int, ...]]]:
     """Words and the values that they could read, the newest among them."""
     newest = len(values) - 1
     shape = values[newest][0].shape
     found: list[tuple[str, tuple[int, ...]]] = []
     for name, entry in OPS.items():
-        if not entry.rank[0] <= len(shape) <= entry.rank[1]:
+        if name not in words or not entry.rank[0] <= len(shape) <= entry.rank[1]:
             continue
         if entry.arity == 1:
             found.append((name, (newest,)))
@@ -88,24 +98,24 @@ def related(a: torch.Size, b: torch.Size, same: bool) -> bool:
 
 
 @st.composite
-def instructions(draw: Draw, sketch: Sketch) -> Do | None:
-    word, reads = draw(st.sampled_from(fitting(sketch.values, 5)))
+def instructions(draw: Draw, sketch: Sketch, words: Collection[str]) -> Do:
+    word, reads = draw(st.sampled_from(fitting(sketch.values, words)))
     shape = tuple(sketch.values[reads[0]][0].shape)
     return Do(word, reads, {key: option(draw, shape) for key, option in OPS[word].options.items()})
 
 
 @st.composite
-def programs(draw: Draw, longest: int = 7) -> Program:
-    """A random train step."""
+def programs(draw: Draw, longest: int = 7, words: Collection[str] = OPS) -> Program:
+    """A random train step of at most `longest` of these words."""
     with torch.random.fork_rng():
         torch.set_default_dtype(torch.float64)
         try:
-            return _program(draw, longest)
+            return _program(draw, longest, words)
         finally:
             torch.set_default_dtype(torch.float32)
 
 
-def _program(draw: Draw, longest: int) -> Program:
+def _program(draw: Draw, longest: int, words: Collection[str]) -> Program:
     torch.manual_seed(0)
     dim = draw(st.sampled_from((0, 0, 0, 0, 1)))
     shape = draw(st.sampled_from(SHAPES))
@@ -115,7 +125,7 @@ def _program(draw: Draw, longest: int) -> Program:
     assume(sketch.append(Do("linear", (0,), {"out": draw(st.sampled_from((3, 4, 6))), "bias": draw(st.booleans())})))
     for _ in range(draw(st.integers(min(4, longest), longest))):
         for _attempt in range(4):
-            if sketch.append(draw(instructions(sketch))):
+            if sketch.append(draw(instructions(sketch, words))):
                 break
     name = draw(NAMES)
     options: dict[str, Any] = {

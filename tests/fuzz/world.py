@@ -24,7 +24,7 @@ def case(program: Program) -> Case:
         samples=(program.samples,),
         steps=program.steps,
         dim=program.dim,
-        outputs=(None, *(() if program.clip is None else (None,)), *((carried(program),) if program.returns else ())),
+        outputs=(None, None, carried(program) if program.returns else None),  # the loss, the norm, the last value
     )
 
 
