@@ -1,23 +1,22 @@
 """How many collectives a step needs, by tag, without any pass: one reduction a parameter, one gather, whatever the step looks like."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from spmd.api import local_graph
 from spmd.capture import capture
 from spmd.graph.local import LocalGraph
 from spmd.modes import DataParallelMode
 from spmd.runtime.world import World
-from tests.oracle import models, oracle, steps, tools
+from tests.oracle import oracle, tools
 from tests.oracle import world as ranks
 from tests.oracle.case import Case, Parts
-from tests.oracle.cases import CASES, momentum, regression
+from tests.oracle.cases import CASES
 
 
 @pytest.fixture(autouse=True)
@@ -87,29 +86,18 @@ def test_an_optimizer_of_whole_matrices_gathers_each_once(name: str) -> None:
     assert max(Counter(gathered).values()) == 1
 
 
-MIXING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "var": lambda x, y: x.var(0).sum(),
-    "std of all": lambda x, y: x.std() * y.mean(),
-    "norm": lambda x, y: x.norm() + x.norm(dim=0).sum() + x.abs().max(),
-    "normalized": lambda x, y: ((x - x.mean(0)) / x.std(0) * y).sum(),
-    "logsumexp": lambda x, y: x.logsumexp(0).sum(),
-    "softmax": lambda x, y: (x.softmax(0) * y).sum() + x.log_softmax(0).mean(),
-    "max": lambda x, y: x.max(0).values.sum() + (x.argmax(0) * x.min(0).values).sum(),
-    "covariance": lambda x, y: (x.T @ y).square().sum(),
-    "two varying dims": lambda x, y: (x[:, :1] - y[:, 0]).square().mean(),
-    "own label": lambda x, y: F.cross_entropy(x @ torch.ones(3, len(x)), torch.arange(len(x))),
-    "weights by place": lambda x, y: (x * torch.arange(len(x), dtype=x.dtype)[:, None]).sum(),
-    "views of a batch": lambda x, y: (torch.cat([x, y]) @ torch.ones(3, 2)).softmax(1)[: len(x)].sum(),
-}
+# Of the losses that mix samples: those for which sums, maxima or positions do.
+SUMS = (
+    "var", "norm", "normalized", "logsumexp", "softmax", "max", "covariance", "varying_dims", "places", "two_views",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", SUMS)
 def test_statistics_of_the_batch_move_sums(name: str) -> None:
     """No activation is gathered where sums, maxima or positions will do."""
-    case = Case(name, models.mlp, steps.basic(MIXING[name]), regression, momentum)
-    program, _ = program_of(case, "fully_shard", 4)
+    program, _ = program_of(CASES[f"mixing_{name}"], "fully_shard", 4)
     gathered = [c for c in program.collectives if c.role == "value" and c.before.startswith("S")]
-    assert sum(c.nbytes for c in gathered) <= (8 * 8 if name == "two varying dims" else 0), gathered
+    assert sum(c.nbytes for c in gathered) <= (8 * 8 if name == "varying_dims" else 0), gathered
     assert not program.fallbacks
 
 

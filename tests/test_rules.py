@@ -148,6 +148,11 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda a, b: aten.linalg_solve_triangular.default(a, b, upper=True),
         (rand(3, 3, 3).triu() + 5 * torch.eye(3, dtype=F64), rand(3, 3, 2)),
     ),
+    "cdist": (lambda x, y: aten._cdist_forward.default(x, y, 2.0, None), (rand(2, 7, 3), rand(2, 4, 3))),
+    "cdist_backward": (
+        lambda g, x, y, d: aten._cdist_backward.default(g, x, y, 2.0, d),
+        (rand(2, 7, 4), rand(2, 7, 3), rand(2, 4, 3), rand(2, 7, 4).abs()),
+    ),
     "diagonal": (lambda x: aten.diagonal.default(x, 1, 0, 2), (rand(4, 7, 3),)),
     "diagonal_backward": (lambda g: aten.diagonal_backward.default(g, [4, 7, 3], 1, 0, 2), (rand(7, 2),)),
     "layer_norm_backward": (

@@ -336,6 +336,15 @@ def addmm(call: Call, equation: str) -> Rule:
     )
 
 
+def distances(call: Call) -> Rule:
+    """cdist of rows p and rows r; its adjoint sums over r."""
+    batch = list(range(len(main_output(call)) - 2))
+    first, second, between = [*batch, "p", None], [*batch, "r", None], [*batch, "p", "r"]
+    if call.name == "_cdist_forward":
+        return labelled([first, second], [between], heavy=True)
+    return labelled([between, first, second, between], [first], reduce={"r": "sum"}, linear=((0,),), heavy=True)
+
+
 def convolution(call: Call) -> Rule:
     n = len(call.inputs[0])
     rest: list[Hashable] = [None] * (n - 1)

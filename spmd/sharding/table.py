@@ -91,6 +91,7 @@ row(partial(c.einsum, equation="k,k->"), "dot vdot")
 row(partial(c.addmm, equation="mk,kn->mn"), "addmm")
 row(partial(c.addmm, equation="bmk,bkn->bmn"), "baddbmm")
 row(partial(c.addmm, equation="mk,k->m"), "addmv")
+row(c.distances, "_cdist_forward _cdist_backward")
 row(c.convolution, "convolution")
 row(c.convolution_backward, "convolution_backward")
 row(

@@ -312,6 +312,36 @@ def _losses() -> Iterable[Case]:
     yield Case("loss_in_batch", mlp, steps.basic(steps.similarity), regression, momentum)
 
 
+# Losses that mix samples: statistics, similarities, positions in the batch, halves of it.
+MIXING: dict[str, steps.Loss] = {
+    "var": lambda x, y: x.var(0).sum() + y.var() * x.mean(),
+    "norm": lambda x, y: x.norm() + x.norm(dim=0).sum() + x.abs().max(),
+    "normalized": lambda x, y: ((x - x.mean(0)) / x.std(0) * y).sum(),
+    "logsumexp": lambda x, y: x.logsumexp(0).sum(),
+    "softmax": lambda x, y: (x.softmax(0) * y).sum() + x.log_softmax(0).mean(),
+    "max": lambda x, y: x.max(0).values.sum() + (x.argmax(0) * x.min(0).values).sum(),
+    "covariance": lambda x, y: (x.T @ y).square().sum(),
+    "varying_dims": lambda x, y: (x[:, :1] - y[:, 0]).square().mean(),
+    "own_label": lambda x, y: F.cross_entropy(x @ x.detach().T, torch.arange(len(x))),
+    "places": lambda x, y: (x * torch.arange(len(x), dtype=x.dtype)[:, None]).sum(),
+    "two_views": lambda x, y: (torch.cat([x, y]) @ torch.ones(3, 2, dtype=x.dtype)).softmax(1)[: len(x)].sum(),
+    "triangle": lambda x, y: ((x @ y.T).tril(-1).sum() + torch.diagonal(x @ y.T).sum()) / len(x),
+    "eye": lambda x, y: ((x @ y.T) * (1 - torch.eye(len(x), dtype=x.dtype))).square().mean(),
+    "order": lambda x, y: x.sort(0).values[0].sum() + x.topk(2, 0).values.sum() + x.quantile(0.4) + x.median(0).values.sum(),
+    "running": lambda x, y: (x.cumsum(0) * y).mean() + x.exp().prod(0).log().sum() + x.tanh().cumprod(0).mean(),
+    "moved": lambda x, y: (x.roll(1, 0) * y + x.flip(0) * y.roll(2, 0)).sum(),
+    "halves": lambda x, y: (x[: len(x) // 2] * y[len(x) // 2 : len(x) // 2 * 2]).sum(),
+    "padded": lambda x, y: F.pad(x, (0, 0, 1, 2)).diff(dim=0).square().sum() + torch.cat([x[:1], x])[1:].mean(),
+    "distances": lambda x, y: torch.cdist(x, y).mean() + torch.pdist(x).sum(),
+    "indexed": lambda x, y: (x[torch.arange(len(x) - 1, -1, -1)] * y).sum() + x[torch.arange(len(x)), 1].sum(),
+}  # fmt: skip
+
+
+def _mixing() -> Iterable[Case]:
+    for name, loss in MIXING.items():
+        yield Case(f"mixing_{name}", models.mlp, steps.basic(loss), regression, momentum)
+
+
 def _random() -> Iterable[Case]:
     gpt, tokens = partial(models.GPT, dropout=0.2), steps.basic(steps.tokens)
     yield Case("dropout_mlp", partial(models.mlp, dropout=0.5), steps.basic(), regression, adamw)
@@ -344,6 +374,8 @@ def _models() -> Iterable[Case]:
     yield Case("sequence_first", models.SequenceFirst, steps.basic(), sequences_first, momentum, dim=1)
     yield Case("buffers", models.Counting, steps.basic(), regression, adamw)
     yield Case("custom_backward", models.Reversal, steps.basic(), regression, momentum)
+    yield Case("rare", models.Rare, steps.basic(), sequences, momentum)
+    yield Case("half", lambda: models.mlp().bfloat16(), steps.halved, single, momentum, tolerance=5e-2)
     yield Case("autocast", lambda: models.mlp().float(), steps.autocast, single, momentum, tolerance=3e-2)
 
 
@@ -404,6 +436,7 @@ FAMILIES = (
     _steps,
     _changes,
     _losses,
+    _mixing,
     _random,
     _models,
     _transformers,

@@ -290,3 +290,23 @@ class Algebra(nn.Module):
         fitted = torch.linalg.lstsq(self.mixing, torch.eye(5)).solution.sum(0)
         factor = torch.linalg.cholesky(x.T @ x + torch.eye(5))
         return self.head(solved + own + fitted + factor.diagonal().log()) + torch.linalg.slogdet(self.mixing)[1]
+
+
+class Rare(nn.Module):
+    """Layers that sharding tools often lack: 1-D convolution, bags of embeddings, distances, an integer parameter, a wide buffer."""
+
+    wide: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bag = nn.Conv1d(2, 4, 3, padding=1), nn.EmbeddingBag(11, 5, mode="mean")
+        self.centres, self.head = nn.Parameter(torch.randn(6, 5)), nn.Linear(4 * 5 + 5 + 6, 3)
+        self.places = nn.Parameter(torch.arange(5) % 4, requires_grad=False)
+        self.register_buffer("wide", torch.ones(5, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.conv(x)) * self.wide
+        words = (x[:, 0].abs() * 7).long() % 11
+        near = torch.cdist(x[:, 1], self.centres)
+        picked = h[:, 0] + h[..., self.places].mean((1, 2)).unsqueeze(-1)
+        return self.head(torch.cat([h.flatten(1), self.bag(words) + picked, near], dim=1))

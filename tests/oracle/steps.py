@@ -247,6 +247,15 @@ def autocast(model: nn.Module, optim: Optimizer, x: Tensor, y: Tensor) -> Tensor
     return loss.detach()
 
 
+def halved(model: nn.Module, optim: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """Parameters and activations in bfloat16, the loss in float32."""
+    loss = F.mse_loss(model(x.bfloat16()).float(), y)
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
 def two_rates(model: nn.Module, fast: Optimizer, slow: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """Two optimizers over two parts of one model."""
     loss = F.mse_loss(model(x), y)
