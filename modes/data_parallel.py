@@ -71,7 +71,7 @@ class DataParallelMode(ParallelMode):
             return R if spec.batch_dim is None else shard(spec.batch_dim, val.shape[spec.batch_dim])
         if spec.role is Role.GRADIENT:
             return parameters[spec.owner]
-        if spec.role is Role.HYPER:
+        if spec.role in (Role.HYPER, Role.RANDOM):
             return R
         return self.at_rest(spec, val, world)
 
