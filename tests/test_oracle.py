@@ -17,7 +17,18 @@ WORLDS = (1, 2, 3, 4)
 
 
 # Replicated, these say no more than sharded: the optimizers' arithmetic is the same, and so are the models' layers.
-ONLY_SHARDED = ("optim_", "mixing_", "cnn", "gpt", "lstm", "batch_changes", "lr_", "params_groups", "closing_over", "method")
+ONLY_SHARDED = (
+    "optim_",
+    "mixing_",
+    "cnn",
+    "gpt",
+    "lstm",
+    "batch_changes",
+    "lr_",
+    "params_groups",
+    "closing_over",
+    "method",
+)
 
 
 def _usual(case: Case, style: str, W: int, single: bool) -> bool:

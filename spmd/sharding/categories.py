@@ -231,6 +231,12 @@ def norm_backward(call: Call) -> Rule:
     return replace(rule, reduce=dict.fromkeys(range(count), "sum"), outputs=gradients(rule))
 
 
+def weight_norm(call: Call) -> Rule:
+    """Norms over all dims but one."""
+    labels = lambda s: [d if d == call.arg("dim") % len(s) else None for d in range(len(s))]  # noqa: E731
+    return labelled([labels(s) for s in call.inputs], [labels(o) for o in call.outputs if o is not None])
+
+
 def group_norm(call: Call) -> Rule:
     return leading(call, 1, operands=(0,), emit=emit.group_norm, nonempty=True)
 
@@ -272,14 +278,14 @@ def loss_backward(call: Call) -> Rule:
 
 
 def diagonal(call: Call) -> Rule:
-    """The two dims of the diagonal become the last; its adjoint puts it back."""
-    whole = call.arg("input_sizes") or call.inputs[0]
+    """The two dims of the diagonal become the last; its adjoint and diag_embed put it back."""
+    puts = call.name != "diagonal"
+    whole = main_output(call) if puts else call.inputs[0]
     crossed = call.dims([call.arg("dim1"), call.arg("dim2")], len(whole))
     full = [None if d in crossed else d for d in range(len(whole))]
     thin = [*(d for d in range(len(whole)) if d not in crossed), None]
-    if call.has("input_sizes"):
-        return labelled([thin], [full], linear=((0,),), sizes="input_sizes")
-    return labelled([full], [thin], linear=((0,),))
+    sizes = "input_sizes" if call.has("input_sizes") else ""
+    return labelled([thin if puts else full], [full if puts else thin], linear=((0,),), sizes=sizes)
 
 
 def image(call: Call, linear: Linear = NONE) -> Rule:
@@ -294,10 +300,17 @@ def image(call: Call, linear: Linear = NONE) -> Rule:
     )
 
 
+def columns(call: Call) -> Rule | None:
+    """im2col and col2im of a batch."""
+    batched = len(call.inputs[0]) == (4 if call.name == "im2col" else 3)
+    return leading(call, 1, linear=((0,),), nonempty=True) if batched else None
+
+
 def matrices(call: Call, linear: Linear = NONE) -> Rule:
-    """Batched matrix functions: independent over all but the last two dims."""
-    alike = [j for j, s in enumerate(call.inputs) if len(s) == len(call.inputs[0])]
-    return leading(call, len(call.inputs[0]) - 2, operands=alike, linear=linear)
+    """Batched matrix functions: independent over all but the last two dims. Pivots have one dim less."""
+    n = len(call.inputs[0])
+    alike = [j for j, s in enumerate(call.inputs) if len(s) == n or (call.name == "linalg_lu_solve" and j == 1)]
+    return leading(call, n - 2, operands=alike, linear=linear)
 
 
 def attention(call: Call) -> Rule:
@@ -343,6 +356,30 @@ def distances(call: Call) -> Rule:
     if call.name == "_cdist_forward":
         return labelled([first, second], [between], heavy=True)
     return labelled([between, first, second, between], [first], reduce={"r": "sum"}, linear=((0,),), heavy=True)
+
+
+def ctc(call: Call) -> Rule:
+    """Sequences are independent: dim 1 of [time, batch, class], dim 0 of the rest. Targets in one row can't be told apart."""
+    last = call.inputs[0] if call.name.endswith("loss") else call.inputs[1]
+    if len(last) < 3 or any(len(s) == 1 and s[0] != last[1] for s in call.inputs):
+        return whole_value(call)
+    labels = lambda s: [None, 0, None] if len(s) == 3 else [0, *[None] * (len(s) - 1)]  # noqa: E731
+    return labelled([labels(s) for s in call.inputs], [labels(main_output(call))], nonempty=True)
+
+
+def trilinear(call: Call) -> Rule:
+    """A product of three tensors in one space of dims, each without some of them; some are summed."""
+    without = [call.arg(f"expand{k}") for k in (1, 2, 3)]
+    dims = range(len(call.inputs[0]) + len(without[0]))
+    present = [[d for d in dims if d not in absent] for absent in without]
+    sizes = {d: n for own, s in zip(present, call.inputs, strict=True) for d, n in zip(own, s, strict=True) if n != 1}
+    ins = [
+        [d if sizes.get(d, 1) == n else None for d, n in zip(own, s, strict=True)]
+        for own, s in zip(present, call.inputs, strict=True)
+    ]
+    summed = call.arg("sumdim")
+    outs = [d for d in dims if d not in summed]
+    return labelled(ins, [outs], reduce=dict.fromkeys(summed, "sum"), linear=((0,), (1,), (2,)), heavy=True)
 
 
 def convolution(call: Call) -> Rule:
@@ -406,6 +443,28 @@ def index_add(call: Call) -> Rule | None:
     base = [None if j == d else j for j in range(n)]
     source = ["i" if j == d else j for j in range(n)]
     return labelled([base, ["i"], source], [base], reduce={"i": "sum"}, linear=((0, 2),), base=0)
+
+
+def index_copy(call: Call) -> Rule | None:
+    n = len(call.inputs[0])
+    if n == 0:
+        return None
+    free = [None if j in call.dims(call.arg("dim"), n) else j for j in range(n)]
+    return labelled([free, [None], free], [free], linear=((0, 2),))
+
+
+def bucketize(call: Call) -> Rule:
+    """Elementwise in the values; the boundaries are whole."""
+    dims = list(range(len(main_output(call))))
+    return labelled([dims, *[[None] * len(s) for s in call.inputs[1:]]], [dims])
+
+
+def unfold_backward(call: Call) -> Rule | None:
+    n = len(main_output(call))
+    if n == 0:
+        return None
+    free = [None if j in call.dims(call.arg("dim"), n) else j for j in range(n)]
+    return labelled([[*free, None]], [free], linear=((0,),), sizes="input_sizes")
 
 
 def index_select(call: Call) -> Rule | None:

@@ -42,6 +42,9 @@ row(
 )
 row(partial(c.pointwise, linear=FIRST, view=True), "detach alias lift_fresh")
 row(partial(c.pointwise, linear=((1,),)), "copy")
+row(c.pointwise, "_prelu_kernel")
+row(partial(c.pointwise, linear=FIRST), "_prelu_kernel_backward")
+row(c.bucketize, "bucketize")
 row(partial(c.pointwise, linear=((0, 1), (0, 2))), "addcmul")
 row(partial(c.pointwise, linear=((0, 1),)), "lerp addcdiv")
 row(c.add, "add sub rsub")
@@ -75,9 +78,10 @@ row(c.expand, "expand")
 row(c.repeat, "repeat")
 row(c.window, "slice slice_backward split split_with_sizes unsafe_split unfold")
 row(partial(c.window, linear=((0, 1),)), "slice_scatter")
+row(c.unfold_backward, "unfold_backward")
 row(c.select, "select unbind")
 row(c.select_adjoint, "select_backward select_scatter")
-row(c.diagonal, "diagonal diagonal_backward")
+row(c.diagonal, "diagonal diagonal_backward diag_embed")
 row(c.cat, "cat")
 row(c.stack, "stack")
 row(c.pad, "constant_pad_nd")
@@ -91,6 +95,8 @@ row(partial(c.einsum, equation="k,k->"), "dot vdot")
 row(partial(c.addmm, equation="mk,kn->mn"), "addmm")
 row(partial(c.addmm, equation="bmk,bkn->bmn"), "baddbmm")
 row(partial(c.addmm, equation="mk,k->m"), "addmv")
+row(c.ctc, "spmd::ctc_loss spmd::ctc_loss_backward")
+row(c.trilinear, "_trilinear")
 row(c.distances, "_cdist_forward _cdist_backward")
 row(c.convolution, "convolution")
 row(c.convolution_backward, "convolution_backward")
@@ -107,11 +113,11 @@ row(
     c.along,
     "_softmax _safe_softmax _log_softmax cumprod logcumsumexp sort topk argmax argmin argsort logsumexp prod softmax log_softmax cummax cummin median kthvalue mode nanmedian var var_mean std std_mean linalg_vector_norm",
 )
-row(partial(c.along, linear=FIRST), "_softmax_backward_data _log_softmax_backward_data cumsum flip")
+row(partial(c.along, linear=FIRST), "_softmax_backward_data _log_softmax_backward_data cumsum flip rot90")
 row(partial(c.along, linear=FIRST, dim="dims"), "roll")
 
 # one number, or memory as it lies: of the whole only
-row(c.whole_value, "_local_scalar_dense equal is_nonzero")
+row(c.whole_value, "_local_scalar_dense equal is_nonzero _linalg_check_errors _assert_async")
 # losses count the batch: decomposed where it's split
 row(
     c.whole_value,
@@ -131,10 +137,12 @@ row(c.index, "index _unsafe_index")
 row(c.index_put, "index_put _unsafe_index_put")
 row(c.index_select, "index_select")
 row(c.index_add, "index_add")
+row(c.index_copy, "index_copy")
 
 # independent over the leading dims
 row(c.rows, "searchsorted")
 row(c.norm, "native_layer_norm _fused_rms_norm")
+row(c.weight_norm, "_weight_norm_interface _weight_norm_interface_backward")
 row(c.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward")
 row(c.group_norm, "native_group_norm")
 row(c.group_norm_backward, "native_group_norm_backward")
@@ -145,6 +153,7 @@ row(
 row(
     c.image,
     """
+    adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool2d_backward adaptive_max_pool3d_backward
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices_backward
     upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_linear1d_backward""",
 )
@@ -155,8 +164,9 @@ row(
     _adaptive_avg_pool3d _adaptive_avg_pool3d_backward upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest1d_backward upsample_nearest2d_backward
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward""",
 )
+row(c.columns, "im2col col2im")
 row(partial(c.matrices, linear=FIRST), "tril triu")
 row(
     c.matrices,
-    "_linalg_eigh linalg_qr _linalg_svd linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_solve_ex linalg_lu_factor_ex",
+    "_linalg_eigh linalg_qr _linalg_svd linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_solve_ex linalg_lu_factor_ex linalg_lu_solve _linalg_slogdet _linalg_det linalg_eig linalg_matrix_exp",
 )
