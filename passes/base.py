@@ -1,55 +1,39 @@
-"""The contract of a pass, and the pipeline that runs passes in order."""
+"""The contract of a pass: what it's called, what it needs, and one method."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from abc import ABC, abstractmethod
+from enum import StrEnum
+from typing import ClassVar
 
-from spmd.errors import Offence, PassError
 from spmd.graph.local import LocalGraph
-from spmd.graph.verify import verify_local
+
+SEPARATE = "separate"  # a fact that holds at first: each collective moves one tensor
 
 
-class GraphPass(Protocol):
-    """One rewrite of a rank's program. Implementations are frozen dataclasses whose fields are their options."""
+class Numerics(StrEnum):
+    """What a pass may do to numbers."""
+
+    BITWISE = "bitwise"  # the same bits
+    ROUNDING = "rounding"  # sums in another order
+
+
+class GraphPass(ABC):
+    """One rewrite of a rank's program. Implementations are frozen dataclasses; their fields are the options of a spec string.
+
+    Every rank runs the same passes on its own program, and the results must be the same program again: decide by notes, formulas and padded
+    shapes, never by what only this rank knows.
+
+    name: in spec strings.
+    requires, provides, invalidates: facts about the graph, for the order of passes. `separate` holds at first.
+    """
 
     name: ClassVar[str]
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    invalidates: ClassVar[frozenset[str]] = frozenset()
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
 
-    def apply(self, graph: LocalGraph) -> LocalGraph: ...
-
-
-@dataclass(frozen=True)
-class PassPipeline:
-    """Passes in the order in which they run. The graph is verified after each; a pass that breaks it is named."""
-
-    passes: tuple[GraphPass, ...] = ()
-
-    @classmethod
-    def parse(cls, spec: str) -> PassPipeline:
-        """The pipeline that a spec string names: "default" or "none".
-
-        Raises:
-            PassError: the name is unknown.
-        """
-        if spec not in ("default", "none"):
-            raise PassError(
-                Offence(
-                    f"no pass pipeline is called {spec!r}",
-                    remedy='use "default", "none" or a PassPipeline of your passes',
-                )
-            )
-        return cls()
-
+    @abstractmethod
     def run(self, graph: LocalGraph) -> LocalGraph:
-        """Apply every pass.
-
-        Raises:
-            PassError: a pass left a graph that breaks an invariant.
-        """
-        for p in self.passes:
-            graph = p.apply(graph)
-            try:
-                verify_local(graph)
-            except Exception as error:
-                raise PassError(Offence(f"pass {p.name!r} broke the graph: {error}")) from error
-        return graph
+        """Rewrite `graph` in place or make another. Nodes carry their metadata: `val`, and a note on each collective."""

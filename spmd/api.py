@@ -11,7 +11,7 @@ bind, execute                     -> storage, agreement between ranks, a callabl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +24,7 @@ from spmd.graph.local import LocalGraph
 from spmd.graph.step import Role, StepGraph
 from spmd.graph.verify import verify_local, verify_step
 from spmd.modes import DataParallelMode, ParallelMode
-from spmd.passes import PassPipeline
+from spmd.passes import GraphPass, PassPipeline, Rewrite
 from spmd.report.explain import Explanation
 from spmd.runtime.binding import placed
 from spmd.runtime.counter import CounterDraws
@@ -37,6 +37,7 @@ from spmd.sharding.propagate import propagate
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Passes = str | PassPipeline | Sequence[str | GraphPass | Rewrite]
 Randomness = Literal["eager", "counter"]
 
 
@@ -74,8 +75,8 @@ class CompiledStep(Generic[P, T]):
             step = local_graph(captured.step, captured, batch, self.mode, world)
             init = local_graph(captured.init, captured, batch, self.mode, world) if captured.init else None
         with stages("optimize"):
-            step = self.passes.run(step)
             verify_local(step)
+            step = self.passes.run(step)
         return Program(captured, step, init)
 
     @property
@@ -133,7 +134,7 @@ def compile(
     *,
     parallel_mode: ParallelMode | None = ...,
     mesh: DeviceMesh | None = ...,
-    passes: str | PassPipeline = ...,
+    passes: Passes = ...,
     seed: int | None = ...,
     randomness: Randomness = ...,
     sync: Literal["broadcast", "error"] = ...,
@@ -146,7 +147,7 @@ def compile(
     *,
     parallel_mode: ParallelMode | None = ...,
     mesh: DeviceMesh | None = ...,
-    passes: str | PassPipeline = ...,
+    passes: Passes = ...,
     seed: int | None = ...,
     randomness: Randomness = ...,
     sync: Literal["broadcast", "error"] = ...,
@@ -158,7 +159,7 @@ def compile(
     *,
     parallel_mode: ParallelMode | None = None,
     mesh: DeviceMesh | None = None,
-    passes: str | PassPipeline = "default",
+    passes: Passes = "default",
     seed: int | None = None,
     randomness: Randomness = "eager",
     sync: Literal["broadcast", "error"] = "broadcast",
@@ -169,7 +170,8 @@ def compile(
         func: the step: any function, method or partial. Use as a decorator with or without arguments.
         parallel_mode: how tensors lie on the mesh. Default: DataParallelMode("fully_shard").
         mesh: the mesh, of one axis; default: all ranks of the default process group, made from torchrun's environment if it doesn't exist.
-        passes: "default", "none" or a PassPipeline.
+        passes: "default", "none", a spec such as "dedup,bucket{cap_mb=25}" or "default,-overlap", a PassPipeline, or a list of passes, specs and
+            callables from GraphModule to GraphModule. The variable SPMD_PASSES, a spec, stands above it; "default" in it is what's given here.
         seed: random numbers come from a generator of the step's own with this seed; default: they're those of rank 0's default generator.
         randomness: "eager": the numbers that eager gives on one device, for which every rank draws the whole batch's. "counter": numbers made from
             the seed, the count of steps and the place in the global tensor; they too are equal at any world size, and each rank makes its part
@@ -190,5 +192,5 @@ def compile(
         return functools.partial(compile, parallel_mode=parallel_mode, mesh=mesh, **options)
     if randomness not in ("eager", "counter"):
         raise ValueError(f'randomness={randomness!r} is unknown; it\'s "eager" or "counter"')
-    pipeline = PassPipeline.parse(passes) if isinstance(passes, str) else passes
+    pipeline = PassPipeline.of(passes).here()
     return CompiledStep(func, parallel_mode or DataParallelMode(), mesh, pipeline, seed, randomness, sync)

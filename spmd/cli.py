@@ -60,5 +60,26 @@ def doctor() -> None:
     Console().print(table)
 
 
+@app.command()
+def passes() -> None:
+    """List the graph passes, plugins' too: options, what each needs and gives, and what it may do to numbers."""
+    from dataclasses import fields
+
+    from spmd.passes import registry, spec
+
+    entries = registry.known()
+    table = Table("pass", "options", "contract", "what it does", "from", show_lines=True)
+    for name, entry in entries.items():
+        cls = registry.load(name, entries)
+        options = "\n".join(map(spec.option_text, fields(cls)))  # type: ignore[arg-type]
+        facts = [
+            f"{word} {fact}" for word in ("requires", "provides", "invalidates") for fact in sorted(getattr(cls, word))
+        ]
+        what = (cls.__doc__ or "").strip().splitlines()[0]
+        table.add_row(name, options, "\n".join([*facts, cls.numerics]), what, entry.dist.name if entry.dist else "spmd")
+    Console().print(table)
+    Console().print(f"by default: {','.join(registry.DEFAULT)}", highlight=False)
+
+
 if __name__ == "__main__":
     app()

@@ -60,8 +60,9 @@ def exchange(target: Any, args: list[tuple[Any, ...]], world: int) -> list[torch
         return [torch.cat(parts)] * world
     if target is c10d.reduce_scatter_tensor.default:
         return list(REDUCE[args[0][1]](torch.stack(parts)).chunk(world))
-    assert target is c10d.all_reduce.default, target
-    return [REDUCE[args[0][1]](torch.stack(parts)).clone() for _ in range(world)]
+    assert target in (c10d.all_reduce.default, c10d.all_reduce_.default), target
+    whole = REDUCE[args[0][1]](torch.stack(parts))
+    return [p.copy_(whole) if target is c10d.all_reduce_.default else whole.clone() for p in parts]
 
 
 def check(node: fx.Node, x: Any) -> None:

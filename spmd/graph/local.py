@@ -40,12 +40,30 @@ class Collective:
     after: str
     reason: str  # the consumer that asked, in words
     source: Source | None = None  # the user's line
+    members: tuple[Collective, ...] = ()  # those that a bucket stands for
+
+    @property
+    def tensor(self) -> str:
+        """What it moves: a parameter's FQN or a node's name; the first of a bucket and how many more."""
+        return (self.fqn or self.value) + (f" and {len(self.members) - 1} more" if self.members else "")
 
 
 @has_side_effect
 def settle(wait: Callable[[], None]) -> None:
     """Wait until all ranks are known to run this program with this batch. Stands before the first node that another rank or the generator could notice."""
     wait()
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did."""
+
+    name: str
+    seconds: float
+    nodes: tuple[int, int]  # before, after
+    collectives: tuple[int, int]
+    digest: str  # of the program after it, equal on all ranks
+    diff: str = ""  # of the program's text, where it was asked for
 
 
 @dataclass
@@ -59,6 +77,7 @@ class LocalGraph:
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]  # this rank's place in the mesh
     fallbacks: list[Any] = field(default_factory=list)  # ops that ran on replicated inputs for want of a rule
+    history: list[PassRecord] = field(default_factory=list)  # the passes that it has been through
 
     @property
     def graph(self) -> fx.Graph:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,7 @@ def node_text(node: fx.Node, comment: str | None = None) -> str:
         return typed + (f"  # {comment}" if comment else "")
     notes = [source.short] if (source := source_of(node)) else []
     if note := node.meta.get("collective"):
-        notes.append(f"{note.role} {note.fqn or note.value} {note.before}->{note.after}")
+        notes.append(f"{note.role} {note.tensor} {note.before}->{note.after}")
     return f"{typed} = {target_text(node.target)}({args_text(node, {})})" + (f"  # {'; '.join(notes)}" if notes else "")
 
 
@@ -81,6 +82,11 @@ def format_arg(a: Any, names: Mapping[fx.Node, str]) -> str:
     return getattr(a, "formula", None) or str(a)
 
 
+def digest(lines: Iterable[str]) -> str:
+    """A short name of a text."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
 def fingerprint_lines(graph: LocalGraph) -> list[str]:
     """The program of a rank, one line a node, equal on all ranks that run the same program: no local shapes, no group names."""
     step = graph.step
@@ -92,7 +98,10 @@ def fingerprint_lines(graph: LocalGraph) -> list[str]:
             continue
         args = args_text(node, names)
         if note := node.meta.get("collective"):
-            args = f"{format_arg(node.args[0], names)}, axis {note.axis}, {note.role} of {note.fqn or note.value}"
+            args = ", ".join(
+                format_arg(a, names) for a in node.args[:-1]
+            )  # the last names the group, which ranks call differently
+            args += f", axis {note.axis}, {note.role} of {note.tensor}"
         source = source_of(node)
         lines.append(f"{node.name} = {target_text(node.target)}({args})" + (f"  # {source}" if source else ""))
     inputs = zip(step.inputs, step.placeholders, graph.inputs, strict=True)

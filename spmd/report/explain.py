@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from spmd.graph.local import Collective, LocalGraph
+from spmd.graph.local import Collective, LocalGraph, PassRecord
 from spmd.graph.provenance import where
 from spmd.graph.step import STORED
 from spmd.sharding.layout import padded_shape
@@ -47,6 +47,7 @@ class Explanation:
     placements: tuple[PlacedTensor, ...]
     collectives: tuple[Collective, ...]
     fallbacks: tuple[Fallback, ...]
+    passes: tuple[PassRecord, ...] = ()
 
     @classmethod
     def of(cls, local: LocalGraph) -> Explanation:
@@ -54,6 +55,7 @@ class Explanation:
             tuple(placed(local)),
             tuple(local.collectives),
             tuple(Fallback(str(n.target), where(n), gathered(n, local)) for n in local.fallbacks),
+            tuple(local.history[1:]),  # the first is the graph as it was partitioned
         )
 
     def counts(self) -> Counter[str]:
@@ -69,6 +71,8 @@ class Explanation:
         tables: list[Any] = [head, self.placement_table(), self.collective_table()]
         if self.fallbacks:
             tables.append(self.fallback_table())
+        if self.passes:
+            tables.append(self.pass_table())
         return Group(*tables)
 
     def placement_table(self) -> Table:
@@ -93,7 +97,7 @@ class Explanation:
             table.add_row(
                 c.role,
                 c.op,
-                c.fqn or c.value,
+                c.tensor,
                 f"{c.before} -> {c.after}",
                 size(c.nbytes),
                 c.source.short if c.source else "",
@@ -106,6 +110,13 @@ class Explanation:
         table = Table("op", "gathered", "line", title=title, title_justify="left")
         for f in self.fallbacks:
             table.add_row(f.op, size(f.nbytes), f.source)
+        return table
+
+    def pass_table(self) -> Table:
+        table = Table("pass", "seconds", "nodes", "collectives", title="passes", title_justify="left")
+        for p in self.passes:
+            arrows = (f"{before} -> {after}" for before, after in (p.nodes, p.collectives))
+            table.add_row(p.name, f"{p.seconds:.2f}", *arrows)
         return table
 
     def __str__(self) -> str:

@@ -122,8 +122,8 @@ class Agreement:
                 for i, (text, ranks) in enumerate(sides)
             )
 
-    def same_program(self, lines: Sequence[str]) -> None:
-        """Compare programs, one line a node.
+    def same_program(self, lines: Sequence[str], stages: Sequence[tuple[str, str]] = ()) -> None:
+        """Compare programs, one line a node. `stages`: (pass, digest of the program after it), to tell which pass made them differ.
 
         Raises:
             AgreementError: naming the first differing node, with each side's line.
@@ -136,7 +136,8 @@ class Agreement:
             middle = (low + high) // 2
             equal = self.begin([prefixes[middle - 1] if middle <= len(prefixes) else 0]).wait().agreed()
             low, high = (middle, high) if equal else (low, middle)
-        sides = _sides(self.objects(lines[low] if low < len(lines) else "the program ends here"))
+        answers = self.objects((lines[low] if low < len(lines) else "the program ends here", tuple(stages)))
+        sides = _sides([line for line, _ in answers])
         what = [
             f"the ranks' programs differ first at node {low}:",
             *(f"        {_ranks(ranks)}: {text}" for text, ranks in sides),
@@ -144,6 +145,9 @@ class Agreement:
         remedy = (
             "a branch or size that depends on the rank can't be in the step; pass it as an argument, equal on all ranks"
         )
+        if (guilty := _guilty([found for _, found in answers])) is not None:
+            what.append(f"        they were equal before the pass {guilty!r}")
+            remedy = f'leave it out: passes="default,-{guilty}"'
         raise AgreementError(Offence("\n".join(what), remedy=remedy))
 
     def same_state(self, tensors: Iterable[tuple[str, torch.Tensor | None]], sync: Sync = "broadcast") -> list[str]:
@@ -213,6 +217,14 @@ def _group_order(members: Sequence[int]) -> list[int]:
     """Index in the side group (which sorts its ranks) of each rank in mesh order."""
     order = sorted(members)
     return [order.index(rank) for rank in members]
+
+
+def _guilty(stages: Sequence[Sequence[tuple[str, str]]]) -> str | None:
+    """The first stage after which the ranks' digests differ, if they agree on one before it."""
+    for i, those in enumerate(zip(*stages, strict=False)):
+        if len(set(those)) > 1:
+            return those[0][0] if i and len({name for name, _ in those}) == 1 else None
+    return None
 
 
 def _sides(texts: Sequence[str]) -> list[tuple[str, list[int]]]:

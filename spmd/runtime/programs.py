@@ -51,6 +51,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self.lines = fingerprint_lines(self.local)
+        self.stages = [(record.name, record.digest) for record in self.local.history]
         self.key = text_digest(self.lines)
         slots = self.captured.slots
         whole = [s for s in slots if s.input.role is Role.USER and s.input.batch_dim is None]
@@ -317,7 +318,7 @@ class Programs:
         agreement.resolve(error, share)
         assert variant is not None and program is not None
         with stages("agree"):
-            agreement.same_program(program.lines)
+            agreement.same_program(program.lines, program.stages)
             if self.counter is not None:
                 self.counter.agree(agreement)
             new, unbound = agreement.begin([int(program.run is None), int(variant.binding is None)]).wait().high
