@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from spmd.capture import capture
 from spmd.errors import CaptureError, InputError, SideEffectError, StateError
@@ -124,3 +125,20 @@ def test_a_step_that_fails_says_where_and_restores() -> None:
         return model(x) @ y.double().unsqueeze(0)
 
     refused(CaptureError, step, "test_capture_refusals.py")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_refuses_checkpointed_regions_that_write(reentrant: bool) -> None:
+    """Eager recomputes them in backward, and so writes twice."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = checkpoint(model, x, use_reentrant=reentrant).sum()
+        loss.backward()
+        return loss.detach()
+
+    x = torch.randn(6, 4, requires_grad=True)
+    with pytest.raises(CaptureError, match=r"writes to 1\.running_mean, 1\.running_var, 1\.num_batches_tracked"):
+        capture(step, (x,))
+    model.eval()
+    capture(step, (x,))

@@ -131,10 +131,16 @@ def _checkpoint(tracker: Tracker) -> Iterator[None]:
         nonlocal count
         count += 1
         outer, tracker.checkpoint = tracker.checkpoint, count
+        before, recomputed = tracker.stored(), torch.is_grad_enabled()
         try:
             yield
         finally:
             tracker.checkpoint = outer
+        written = [name for name, value in tracker.stored().items() if before.get(name, value) is not value]
+        if written and recomputed:
+            what = f"a checkpointed region writes to {', '.join(written)}; recomputing it would write again"
+            remedy = "keep what writes (batch norm's running statistics, say) out of torch.utils.checkpoint"
+            raise CaptureError(Offence(what, str(tracker.here() or ""), remedy=remedy))
 
     def without_reentry(fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         with region():

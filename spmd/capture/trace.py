@@ -89,6 +89,7 @@ class Trace:
         self.marks = Marks()
         self.watch = GradientWatch(node_of)
         self.tracker = Tracker(names={id(m): n for n, m in objects.submodules()})
+        self.tracker.stored = self._stored
         self.effects = Effects(objects)
         self.by_id: dict[int, torch.Tensor] = {}  # id of a real tensor -> what stands for it
         self.lifted: list[Lifted] = []
@@ -190,6 +191,11 @@ class Trace:
                 result = self._call(args, kwargs)
             self._collect(result)
         return self.values
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """What parameters, buffers and arguments hold now: another tensor once they've been written to."""
+        named = {e.input.name: e.traced for e in self.entries if e.is_tensor} | dict(_buffers_by_name(self.objects))
+        return {name: inner(x) for name, x in named.items() if isinstance(x, torch.Tensor)}
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
