@@ -45,9 +45,7 @@ class Tracker:
     modules: list[str] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)  # id(module) -> FQN
     checkpoint: int = 0  # region of activation checkpointing, 0 outside
-    versions: Callable[[], dict[str, tuple[int, int]]] = (
-        dict  # of parameters, buffers and arguments: changed by writing
-    )
+    stored: Callable[[], dict[str, torch.Tensor]] = dict  # what parameters, buffers and arguments hold now
     after_gradients: bool = False  # some parameter has its gradient
     _forward: dict[int, fx.Node] = field(default_factory=dict)  # sequence number -> first forward node
     _user: dict[CodeType, bool] = field(default_factory=dict)
