@@ -374,5 +374,6 @@ getitem_14 = getitem(_foreach_add_scalar, 0)
 getitem_15 = getitem(_foreach_add_scalar, 1)
 _foreach_copy_ = _foreach_copy_([weight_step, bias_step], [getitem_14, getitem_15])
 _fused_adamw_ = _fused_adamw_([weight], [wait_tensor_2], [weight_exp_avg], [weight_exp_avg_sq], [], [getitem_14])
-_fused_adamw__1 = _fused_adamw_([bias], [reshape], [bias_exp_avg], [bias_exp_avg_sq], [], [getitem_15])""",
+contiguous_1 = contiguous(reshape)
+_fused_adamw__1 = _fused_adamw_([bias], [contiguous_1], [bias_exp_avg], [bias_exp_avg_sq], [], [getitem_15])""",
     )

@@ -391,3 +391,29 @@ def _at_rest() -> None:
 def _tokens() -> tuple[Tensor, Tensor]:
     tokens = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(ranks.rank()))
     return tokens[:, 1:].clone(), tokens[:, :-1].clone()
+
+
+class Transposed(nn.Module):
+    """A weight whose memory isn't in the order of its dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_a_fused_update_of_a_transposed_parameter(world: World, style: str) -> None:
+    """Its kernel goes through the memory of parameter and gradient from end to end."""
+    world.run(_transposed, 2, style)
+
+
+def _transposed(style: str) -> None:
+    expected = tools.continue_alone(*tools.setup(build=Transposed, fused=True), tools.train, range(3), W=2)
+    model, optimizer = tools.setup(build=Transposed, fused=True)
+    step = tools.compile(tools.train, style)
+    for seed in range(3):
+        step(model, optimizer, *tools.batch(seed=seed))
+    tools.assert_equal(expected, tools.state_of(model, optimizer))

@@ -567,6 +567,7 @@ def fused_adam(call: Call) -> Rule:
     return labelled(
         [list(range(len(s))) if s == like else [None] * len(s) for s in call.inputs],
         [list(range(len(like))) for _ in call.outputs],
+        emit=emit.fused,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from spmd._torch import c10d_functional
 from spmd.sharding.build import Build
 from spmd.sharding.layout import Layout, Partial, RankInt, Sharded, bounds
 from spmd.sharding.rule import Call, has_empty
@@ -148,6 +149,20 @@ def restrided(x: Expansion) -> fx.Node:
     if build.val(x.args[0]).stride() != traced.stride():
         home = build.op(aten.new_empty_strided.default, x.args[0], list(traced.shape), list(traced.stride()))
         x.args[0] = build.op(aten.copy.default, home, x.args[0])
+    return x.run()
+
+
+def fused(x: Expansion) -> fx.Node:
+    """Fused optimizers go through memory from end to end: the gradient's dims lie in the order of the parameter's, as eager's do."""
+    build, strides = x.build, x.call.tensors[0].meta["val"].stride()
+    order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
+    back = [order.index(d) for d in range(len(order))]
+    (gradient,) = x.args[1]
+    plain = order == list(range(len(order)))
+    if build.world > 1 and not (plain and gradient.target is c10d_functional.wait_tensor.default):
+        turned = gradient if plain else build.op(aten.permute.default, gradient, order)
+        dense = build.op(aten.contiguous.default, turned)
+        x.args[1] = [dense if plain else build.op(aten.permute.default, dense, back)]
     return x.run()
 
 
