@@ -31,7 +31,9 @@ from spmd.sharding.rule import Call
 CUTS = (7, 16, 40, 100, 250, 1000)  # dims are cut down to about so many elements, the first with which the op runs
 ELEMENTS = 1 << 22  # in all tensors of a call that is run to confirm what was found
 COMBINATIONS = 64  # of splits of the other inputs, for one split of one input
-TRIALS = 6  # at most, while several recombinations are still possible
+EVIDENCE = 64  # elements of an output that must have been compared, over all trials: a single number agrees by accident in every second one
+TRIALS = 3, 32  # at least; at most, while several recombinations are still possible
+EXTREMES = 16  # trials at least for a maximum or minimum, which is right by accident where one part's values are large
 SECONDS = 30.0
 
 Parts = list[torch.Tensor]  # positions along the split dim, one tensor a part
@@ -79,7 +81,7 @@ def search(example: Example) -> Found:
     if large != small:
         again = Trials(large)
         moves = [m for m in moves if holds(m, again)]
-        linear = [group for group in linear if is_linear(large, group, 1.0)]
+        linear = [group for group in linear if additive(large, Data(large, 7), group, 1.0, False)]
     fitted = [resized(m, example.shapes, list(example.outputs)) for m in moves]
     return Found(tuple(m for m in fitted if m), tuple(linear))
 
@@ -128,6 +130,12 @@ class Trials:
             a is None or b is None or torch.equal(a.nan_to_num(), b.nan_to_num())
             for a, b in zip(self.example.run(inputs), outputs, strict=True)
         )
+
+    def needed(self, left: Sequence[set[Layout]]) -> int:
+        """How many trials it takes to believe what is left."""
+        smallest = min((y.numel() for y in self.done[0][1] if y is not None), default=1)
+        extreme = any(isinstance(x, Partial) and x.op != "sum" for ways in left for x in ways)
+        return min(max(TRIALS[0], -(-EVIDENCE // max(smallest, 1)), EXTREMES if extreme else 0), TRIALS[1])
 
     def constant(self, output: int) -> bool:
         """Whether an output has been one and the same number in all trials so far."""
@@ -178,14 +186,14 @@ def recombination(
 ) -> tuple[Layout, ...] | None:
     """The one layout of each output with which the parts give the whole in all trials."""
     left: list[set[Layout]] | None = None
-    for n in range(TRIALS):
-        ways = one_trial(trials, n, dims, cut)
-        left = ways if left is None else [a & b for a, b in zip(left, ways, strict=True)]
-        if not left or not all(left):
+    for n in range(TRIALS[1]):
+        found = one_trial(trials, n, dims, cut)
+        left = found if left is None or not found else [a & b for a, b in zip(left, found, strict=True)]
+        if not found or not left or not all(left):
             return None
-        clear = all(len(ways) == 1 for ways in left) and not any(map(trials.constant, range(len(left))))
-        if n and clear:
-            return tuple(next(iter(ways)) for ways in left)
+        if n + 1 >= trials.needed(left) and all(len(ways) == 1 for ways in left):
+            outs = tuple(next(iter(ways)) for ways in left)
+            return None if any(map(trials.constant, range(len(outs)))) else outs
     return None
 
 
@@ -264,30 +272,36 @@ def linear_sets(example: Example) -> list[tuple[int, ...]]:
     sets: list[tuple[int, ...]] = []
     for size in sorted({1, 2, len(floating)} & set(range(1, len(floating) + 1))):
         for group in itertools.combinations(floating, size):
-            known = any(set(s) <= set(group) for s in sets)
-            if not known and all(is_linear(example, group, scale) for scale in (1.0, 50.0)):
+            if not any(set(s) <= set(group) for s in sets) and is_linear(example, group):
                 sets.append(group)
     return sets
 
 
-def is_linear(example: Example, group: tuple[int, ...], scale: float) -> bool:
+def is_linear(example: Example, group: tuple[int, ...]) -> bool:
     data = Data(example, 7)
+    return all(
+        additive(example, data, group, scale, opposed) for scale in (1.0, 50.0) for opposed in (False, True, False)
+    )
+
+
+def additive(example: Example, data: Data, group: tuple[int, ...], scale: float, opposed: bool) -> bool:
+    """Whether f(a + b) = f(a) + f(b) for one a and b, of unlike signs everywhere where they're `opposed`."""
     fixed, a, b = data.draw(0), data.draw(0, scale), data.draw(0, scale)
+    if opposed:
+        b = [-0.5 * x if i in group else y for i, (x, y) in enumerate(zip(a, b, strict=True))]
     try:
         results = []
         for terms in ((a,), (b,), (a, b)):
             inputs = list(fixed)
             for i in group:
                 inputs[i] = sum((t[i] for t in terms[1:]), terms[0][i])
-            results.append(example.run(inputs))
+            results.append([y for y in example.run(inputs) if y is not None])
     except Exception:
         return False
-    narrow = [
-        torch.promote_types(fixed[i].dtype, y.dtype) != y.dtype for i in group for y in results[0] if y is not None
-    ]
-    if any(narrow) or constant([y for y in results[0] if y is not None]):
+    if not results[0] or not all(y.numel() and (y.is_floating_point() or y.is_complex()) for y in results[0]):
         return False
-    return all(
-        z is None or x is not None and y is not None and z.is_floating_point() | z.is_complex() and same(x + y, z, x, y)
-        for x, y, z in zip(*results, strict=True)
-    )
+    if any(torch.promote_types(fixed[i].dtype, y.dtype) != y.dtype for i in group for y in results[0]):
+        return False  # partials rounded rank by rank don't add up
+    if constant(results[0]):
+        return False
+    return all(same(x + y, z, x, y) for x, y, z in zip(*results, strict=True))
