@@ -125,7 +125,7 @@ class Explanation:
 
 def gathered(node: fx.Node, local: LocalGraph) -> int:
     """Bytes of the inputs of a node of the step that are moved; of a view, those of the tensor that it's a view of."""
-    moved = {c.value: c.nbytes for c in local.collectives}
+    moved = {one.value: one.nbytes for c in local.collectives for one in (c.members or (c,))}
     total = 0
     for x in node.all_input_nodes:
         while x.name not in moved and (schema := getattr(x.target, "_schema", None)) and schema.returns[0].alias_info:
