@@ -97,6 +97,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrap
 # Capture: ops with effects are handed through instead of being chained by tokens.
 from torch._higher_order_ops import effects as op_effects
 
+# Runtime: programs run without the autograd keys.
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
+
 # Graphs: ops, pytrees, and the functional collectives that local programs consist of.
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket

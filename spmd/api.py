@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,7 +25,6 @@ from spmd.graph.step import Role, StepGraph
 from spmd.graph.verify import verify_local, verify_step
 from spmd.modes import DataParallelMode, ParallelMode
 from spmd.passes import GraphPass, PassPipeline, Rewrite
-from spmd.report.explain import Explanation
 from spmd.runtime.binding import placed
 from spmd.runtime.counter import CounterDraws
 from spmd.runtime.programs import Program, Programs
@@ -34,6 +33,9 @@ from spmd.runtime.world import World
 from spmd.sharding.constraints import pin
 from spmd.sharding.partition import Axis, partition
 from spmd.sharding.propagate import propagate
+
+if TYPE_CHECKING:
+    from spmd.report.explain import Explanation  # reports stand above: imported when asked for
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,6 +88,8 @@ class CompiledStep(Generic[P, T]):
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """What a call with these arguments would do: placements, collectives, fallbacks. Runs nothing. All ranks call the first time."""
+        from spmd.report.explain import Explanation
+
         return Explanation.of(self.programs.prepare(args, kwargs).local)
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> str:

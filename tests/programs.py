@@ -29,7 +29,7 @@ def programs(step: Callable[..., Any], args: tuple[Any, ...], style: str, W: int
     return [local_graph(captured.step, captured, samples * W, DataParallelMode(style), rank) for rank in ranks]
 
 
-def inputs(graphs: list[LocalGraph], high: int = 4) -> list[list[Any]]:
+def inputs(graphs: list[LocalGraph], high: int = 3) -> list[list[Any]]:
     """Inputs for each rank: what's replicated is equal on all of them. Integers are below `high`; counters are 1."""
     found: list[list[Any]] = [[] for _ in graphs]
     for rank, graph in enumerate(graphs):

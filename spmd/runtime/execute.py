@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from spmd._torch import pytree
+from spmd._torch import below_autograd, pytree
 from spmd.capture.objects import successor
 from spmd.capture.result import Slot
 from spmd.errors import InputError, Offence
 from spmd.graph.local import Layouts, LocalGraph
+from spmd.graph.memory import roots, written
 from spmd.graph.step import STORED, Input, Output, Role
 from spmd.runtime.binding import Binding
+from spmd.runtime.generate import generate
 from spmd.runtime.storage import Misplaced, local_part, part_shape, placements_of
 from spmd.runtime.world import World
 
@@ -34,7 +37,7 @@ class Executor:
     def __init__(self, local: LocalGraph, binding: Binding, out_spec: pytree.TreeSpec | None = None) -> None:
         """`out_spec` is the structure of the user's return value; None for a program that makes state."""
         self.local, self.binding, self.out_spec = local, binding, out_spec
-        self.run = local.module.forward
+        self.run = generate(local.graph, local.module)
         self.takes_settle = any(n.target == "settle" for n in local.graph.find_nodes(op="placeholder"))
         self.arguments: list[Any] = []
         self.fills: list[tuple[int, Fill]] = []
@@ -48,6 +51,10 @@ class Executor:
                 self.fills.append(
                     (len(self.arguments) - 1, self._fill(spec, slots.get(spec.name), node.meta["val"], layouts))
                 )
+        root = roots(local.graph)
+        changed = {root[x] for node in local.graph.nodes for x in written(node)}
+        placeholders = local.graph.find_nodes(op="placeholder", sort=True)
+        self.written = [x for x, node in zip(self.arguments, placeholders, strict=False) if node in changed]
         self.outputs = tuple(zip(local.step.outputs, local.step.results, local.outputs, strict=True))
         self.cleared = binding.capture.cleared if out_spec is not None else ()
 
@@ -70,7 +77,10 @@ class Executor:
             self._check(arguments)
             if self.takes_settle:
                 arguments.append(settle)
-            return self._deliver(list(self.run(*arguments)), leaves)
+            with below_autograd():  # nothing here needs it, and it costs each op a dispatch
+                results = list(self.run(*arguments))
+            increment_version(self.written)
+            return self._deliver(results, leaves)
 
     # ------------------------------------------------------------------------------------------------- inputs
 
