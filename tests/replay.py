@@ -95,7 +95,7 @@ def check(
     torch.set_rng_state(state)
     flags = [p.requires_grad for p in model.parameters()]
     snapshot = copy.deepcopy((model.state_dict(), optim.state_dict() if optim else None))
-    captured = capture(step, (model, optim, *first), {}, writes_numbers=True)
+    captured = capture(step, (model, optim, *first))
     assert torch.equal(state, torch.get_rng_state()), "tracing drew random numbers"
     assert [p.requires_grad for p in model.parameters()] == flags
     after = (model.state_dict(), optim.state_dict() if optim else None)

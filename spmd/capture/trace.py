@@ -52,7 +52,6 @@ class Plan:
     size: int | None  # concrete global batch; None: symbolic
     hint: int | None
     capturable: frozenset[str] = frozenset()
-    writes_numbers: bool = False  # whether the caller puts the numbers back that the step writes
 
 
 @dataclass
@@ -309,7 +308,7 @@ class Trace:
         done: set[str] = set()
         for w in written(self.objects, self.groups, self.copies, self.found):
             tensor = isinstance(w.after, torch.Tensor)
-            if not tensor and not self.plan.writes_numbers or isinstance(w.after, tuple):
+            if isinstance(w.after, tuple):
                 self.effects.refuse_written(w.name, w.before, w.after)
             elif w.name not in index and w.is_number:
                 self.unlifted.add(w.name)

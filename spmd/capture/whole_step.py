@@ -35,7 +35,6 @@ def capture(
     replicated: tuple[str, ...] = (),
     global_batch: Callable[[int], int] = lambda local: local,
     lifted: frozenset[str] = frozenset(),
-    writes_numbers: bool = False,
 ) -> Capture:
     """Traces `fn(*args, **kwargs)` once, at the global batch, without changing any of the objects it works on.
 
@@ -46,16 +45,15 @@ def capture(
         replicated: paths of arguments that don't carry it, such as "batch.mask".
         global_batch: this rank's batch size -> the global one.
         lifted: names of Python numbers to read anew at each call, as `Changed.name` gives them. lr always is.
-        writes_numbers: the caller puts HYPER outputs that are Python values into `slot.container[slot.key]` of what they update. Else a step
-            whose optimizer writes numbers is refused.
 
     Returns:
-        The capture. Its graph is symbolic in the global batch where that's exact, else static at this call's.
+        The capture. Its graph is symbolic in the global batch where that's exact, else static at this call's. HYPER outputs that are Python
+        values are for the caller to put into `slot.container[slot.key]` of what they update.
 
     Raises:
         InputError, StateError, CaptureError, SideEffectError: nothing has run and nothing has changed.
     """
-    return _Session(fn, args, dict(kwargs or {}), batch_dim, replicated, global_batch, lifted, writes_numbers).run()
+    return _Session(fn, args, dict(kwargs or {}), batch_dim, replicated, global_batch, lifted).run()
 
 
 class _Session:
@@ -68,9 +66,8 @@ class _Session:
         replicated: tuple[str, ...],
         global_batch: Callable[[int], int],
         lifted: frozenset[str],
-        writes_numbers: bool,
     ) -> None:
-        self.fn, self.lifted, self.writes_numbers = fn, lifted, writes_numbers
+        self.fn, self.lifted = fn, lifted
         self.objects: Objects = discover(fn, args, kwargs)
         self.arguments: Arguments = flatten(fn, args, kwargs)
         check_supported(self.objects.optimizers)
@@ -98,7 +95,7 @@ class _Session:
         """Symbolic in the batch if that holds at this call's batch, else static."""
         if self.batch is not None and self.batch > 1:
             try:
-                plan = Plan(None, pick_hint(self.batch, self._sizes()), writes_numbers=self.writes_numbers)
+                plan = Plan(None, pick_hint(self.batch, self._sizes()))
                 traced, finished = self._attempt(plan)
                 if valid_at(finished.step, self.batch, traced):
                     return traced, finished
@@ -107,7 +104,7 @@ class _Session:
             except Exception:
                 pass
         try:
-            traced, finished = self._attempt(Plan(self.batch, None, writes_numbers=self.writes_numbers))
+            traced, finished = self._attempt(Plan(self.batch, None))
         except Exception as error:
             raise explain(error, self.objects, self.local, self.batch, self._runs_at) from error
         if self.batch is not None and self.batch > 1:
@@ -116,7 +113,7 @@ class _Session:
 
     def _runs_at(self, batch: int) -> bool:
         try:
-            self._attempt(Plan(batch, None, writes_numbers=self.writes_numbers))
+            self._attempt(Plan(batch, None))
         except Exception:
             return False
         return True
@@ -126,7 +123,7 @@ class _Session:
         assert self.batch is not None
         size = pick_hint(self.batch, self._sizes())
         try:
-            _, twin = self._attempt(Plan(size, None, writes_numbers=self.writes_numbers))
+            _, twin = self._attempt(Plan(size, None))
         except Exception:
             return
         note_varying_dims(step.graph, twin.step.graph, self.batch, size)

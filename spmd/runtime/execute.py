@@ -148,11 +148,12 @@ class Executor:
             return None
         return pytree.tree_unflatten([self._user(out, value) for out, value in returned], self.out_spec)
 
-    def _write_to(
-        self, name: str, value: torch.Tensor, node: Any, layouts: Layouts | None, leaves: Sequence[Any]
-    ) -> None:
-        """An argument, an outer tensor or a tensor hyper-parameter that the step wrote to gets its new value, in place."""
+    def _write_to(self, name: str, value: Any, node: Any, layouts: Layouts | None, leaves: Sequence[Any]) -> None:
+        """An argument, an outer tensor or a hyper-parameter that the step wrote to gets its new value: tensors in place."""
         slot = self.slots[name]
+        if not isinstance(value, torch.Tensor):
+            slot.container[slot.key] = value  # type: ignore[index]
+            return
         target: Any = leaves[slot.leaf] if slot.leaf is not None else slot.tensor
         if slot.container is not None:
             target = slot.container[slot.key]

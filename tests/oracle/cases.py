@@ -409,7 +409,9 @@ def _algebra() -> Iterable[Case]:
 def _custom_optimizers() -> Iterable[Case]:
     """Optimizers that users write, and those that wrap or average."""
     mlp, step = models.mlp, steps.basic()
-    for kind in (optimizers.Lion, optimizers.Lars, optimizers.Lamb, optimizers.Muon, optimizers.Shampoo):
+    simple = optimizers.Lion, optimizers.Lars, optimizers.Lamb, optimizers.Muon, optimizers.Shampoo
+    numbered = optimizers.CountingAdam, optimizers.Soap, optimizers.ScheduleFree, optimizers.Decaying
+    for kind in (*simple, *numbered, optimizers.Lookahead):
         yield Case(f"optim_{kind.__name__.lower()}", mlp, step, regression, over(kind), steps=5)
     yield Case("optim_adafactor", mlp, step, regression, over(optim.Adafactor, lr=0.01), steps=4)
     yield Case("optim_torch_muon", mlp, steps.two_rates, regression, optimizers.muon_and_adamw)
