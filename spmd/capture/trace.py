@@ -307,7 +307,6 @@ class Trace:
         index = {e.input.name: i for i, e in enumerate(self.entries) if e.input.role is Role.HYPER}
         done: set[str] = set()
         for w in written(self.objects, self.groups, self.copies, self.found):
-            tensor = isinstance(w.after, torch.Tensor)
             if isinstance(w.after, tuple):
                 self.effects.refuse_written(w.name, w.before, w.after)
             elif w.name not in index and w.is_number:
