@@ -20,14 +20,24 @@ class DataParallelStyle(StrEnum):
     """Where parameters and optimizer states lie between steps."""
 
     REPLICATE = "replicate"  # whole on every rank: gradients are all-reduced (DDP)
+    ZERO1 = "zero1"  # states split: gradients are all-reduced, each rank updates its part, and parameters are gathered after
+    ZERO2 = "zero2"  # the same, and gradients are reduce-scattered
     FULLY_SHARD = "fully_shard"  # split over the ranks, gathered for use: gradients are reduce-scattered (FSDP, ZeRO-3)
+
+
+SPLIT: dict[DataParallelStyle, tuple[Role, ...]] = {  # what lies in parts at rest
+    DataParallelStyle.REPLICATE: (),
+    DataParallelStyle.ZERO1: (Role.STATE,),
+    DataParallelStyle.ZERO2: (Role.STATE,),
+    DataParallelStyle.FULLY_SHARD: (Role.PARAMETER, Role.GRADIENT, Role.STATE),
+}
 
 
 @dataclass(frozen=True)
 class DataParallelMode(ParallelMode):
     """Split the batch over the ranks.
 
-    parallel_style: "replicate" or "fully_shard", see DataParallelStyle.
+    parallel_style: "replicate", "zero1", "zero2" or "fully_shard", see DataParallelStyle.
     input_batch_dim, replicated_inputs: see ParallelMode.
     buffers: "global": batch norm takes the statistics of the whole batch, as on one device. "local": each rank normalizes its share by its own
         statistics, and the running ones are averaged over the ranks; faster, and no longer what one device computes.
@@ -53,41 +63,42 @@ class DataParallelMode(ParallelMode):
 
     def constraints(self, step: StepGraph, world: int) -> Constraints:
         values = [ph.meta["val"] for ph in step.placeholders]
-        stored = {
-            spec.name: self.at_rest(spec, val, world)
-            for spec, val in zip(step.inputs, values, strict=True)
-            if spec.role is Role.PARAMETER
+        inputs = tuple(self.place(spec, val, world) for spec, val in zip(step.inputs, values, strict=True))
+        parameters = {x.name: p for x, p in zip(step.inputs, inputs, strict=True) if x.role is Role.PARAMETER}
+        scattered = self.parallel_style in (DataParallelStyle.ZERO2, DataParallelStyle.FULLY_SHARD)
+        gradients = {
+            x.name: state_shard(val.shape, world) if scattered else R
+            for x, val in zip(step.inputs, values, strict=True)
+            if x.role is Role.PARAMETER
         }
-        inputs = tuple(self.place(spec, val, stored, world) for spec, val in zip(step.inputs, values, strict=True))
         outputs = tuple(
-            self.result(out, x, inputs, stored, world) for out, x in zip(step.outputs, step.results, strict=True)
+            self.result(out, x, inputs, parameters, world) for out, x in zip(step.outputs, step.results, strict=True)
         )
-        return Constraints(inputs, outputs, gradients=stored, buffers=self.buffers)
+        return Constraints(inputs, outputs, gradients=gradients, buffers=self.buffers)
 
-    def place(self, spec: Input, val: object, parameters: dict[str, Layout], world: int) -> Layout | None:
+    def place(self, spec: Input, val: object, world: int) -> Layout | None:
         if not isinstance(val, torch.Tensor):
             return None
         if spec.role is Role.USER:
             return R if spec.batch_dim is None else shard(spec.batch_dim, val.shape[spec.batch_dim])
-        if spec.role is Role.GRADIENT:
-            return parameters[spec.owner]
-        if spec.role in (Role.HYPER, Role.RANDOM):
-            return R
-        return self.at_rest(spec, val, world)
+        return self.at_rest(spec.role, val, world)
 
-    def at_rest(self, spec: Input, val: torch.Tensor, world: int) -> Layout:
-        """Sharded on the first dim that has a row for each rank; buffers and what a parameter's shape doesn't explain stay whole."""
-        if self.parallel_style is DataParallelStyle.REPLICATE or spec.role is Role.BUFFER:
-            return R
-        return state_shard(val.shape, world)
+    def at_rest(self, role: Role, val: torch.Tensor, world: int) -> Layout:
+        """Split on the first dim that has a row for each rank. A gradient that lives on lies as its parameter does."""
+        return state_shard(val.shape, world) if role in SPLIT[DataParallelStyle(self.parallel_style)] else R
 
     def result(
-        self, out: Output, x: object, inputs: tuple[Layout | None, ...], parameters: dict[str, Layout], world: int
+        self,
+        out: Output,
+        x: object,
+        inputs: tuple[Layout | None, ...],
+        parameters: dict[str, Layout | None],
+        world: int,
     ) -> Layout | None:
         if out.updates is not None:
             return inputs[out.updates]
         if out.role is Role.GRADIENT or out.grad_of:
             return parameters[out.grad_of or out.name.removesuffix(".grad")]
         if out.role is Role.STATE and isinstance(x, fx.Node):  # made by this very step
-            return self.at_rest(Input(Role.STATE, out.name), x.meta["val"], world)
+            return self.at_rest(Role.STATE, x.meta["val"], world)
         return None

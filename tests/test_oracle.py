@@ -63,7 +63,26 @@ def _matrix() -> Iterator[Any]:
                         )
 
 
-@pytest.mark.parametrize(("name", "style", "W", "single"), list(_matrix()))
+# What only the placement of parameters, gradients and states could break.
+STAGED = (
+    "optim_adamw_fused",
+    "params_odd",
+    "params_groups_sgd",
+    "clip_2",
+    "accumulate_chunks",
+    "zero_first_odd",
+    "gan",
+)
+
+
+def _stages() -> Iterator[Any]:
+    for style in ("zero1", "zero2"):
+        for name in STAGED:
+            marks = () if name in STAGED[:2] else pytest.mark.slow
+            yield pytest.param(name, style, 3, False, id=f"{name}-{style}-3", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "style", "W", "single"), [*_matrix(), *_stages()])
 def test_equals_one_device(world: World, name: str, style: str, W: int, single: bool) -> None:
     needs = CASES[name].needs
     if needs and not oracle.has(needs):

@@ -29,14 +29,16 @@ class Constraints:
 def pin(constraints: Constraints, step: StepGraph, placed: Mapping[str, Layout]) -> Constraints:
     """`constraints` with the layouts that tensors have already, by input name: what another compiled function has placed stays where it is."""
     inputs = tuple(placed.get(spec.name, layout) for spec, layout in zip(step.inputs, constraints.inputs, strict=True))
-    gradients = {
-        **constraints.gradients,
-        **{x.name: placed[x.name] for x in step.inputs if x.role is Role.PARAMETER and x.name in placed},
+    wanted = zip(step.inputs, constraints.inputs, inputs, strict=True)
+    moved = {
+        spec.name: now
+        for spec, meant, now in wanted
+        if spec.role is Role.PARAMETER and now != meant and now is not None
     }
+    lies = {spec.name: now for spec, now in zip(step.inputs, inputs, strict=True) if spec.role is Role.PARAMETER}
+    inputs = tuple(lies[x.owner] if x.role is Role.GRADIENT else p for x, p in zip(step.inputs, inputs, strict=True))
     outputs = []
     for out, layout in zip(step.outputs, constraints.outputs, strict=True):
         owner = out.grad_of or (out.name.removesuffix(".grad") if out.role is Role.GRADIENT else "")
-        outputs.append(
-            inputs[out.updates] if out.updates is not None else gradients.get(owner, layout) if owner else layout
-        )
-    return replace(constraints, inputs=inputs, outputs=tuple(outputs), gradients=gradients)
+        outputs.append(inputs[out.updates] if out.updates is not None else lies.get(owner, layout) if owner else layout)
+    return replace(constraints, inputs=inputs, outputs=tuple(outputs), gradients={**constraints.gradients, **moved})

@@ -55,6 +55,8 @@ class Partition:
         self.padded: dict[fx.Node, fx.Node] = {}  # step placeholder -> its padded buffer
         self.owner = dict(zip(step.placeholders, step.inputs, strict=True))
         self.reader: fx.Node | None = None
+        results = zip(step.outputs, step.results, strict=True)
+        self.renewed = {x: spec.name for spec, x in results if spec.role is Role.PARAMETER and spec.updates is not None}
 
     def run(self) -> LocalGraph:
         for ph, spec in self.owner.items():
@@ -231,6 +233,8 @@ class Partition:
         if root is not None and isinstance(a, Sharded):
             spec = self.owner[root]
             role, fqn = ("param_gather", spec.name) if spec.role is Role.PARAMETER else ("state_gather", spec.name)
+        elif x in self.renewed:
+            role, fqn = "param_gather", self.renewed[x]
         reason = (
             f"{getattr(reader.target, '__name__', reader.target)} reads it as {b}"
             if reader is not None and reader.op == "call_function"

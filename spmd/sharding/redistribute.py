@@ -158,6 +158,8 @@ def reduce_scatter(build: Build, x: fx.Node, shape: Shape, p: Partial, b: Layout
 def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
     """The whole from summands or candidates."""
     val = build.val(x)
+    if val.numel() == 0:
+        return x
     if p.op == "avg":
         return build.op(aten.div.Scalar, reduce_all(build, x, Partial(), wire), build.world)
     if val.is_floating_point() and val.itemsize == 1:  # no type to add in
