@@ -23,11 +23,11 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	@echo "== tests, without the slow ones"
-	@$(RUN) -m pytest -m "not slow"
+	@$(RUN) -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/ready
 	@echo "== all tests"
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/ready
 	@echo "== style and types"

@@ -148,6 +148,19 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda a, b: aten.linalg_solve_triangular.default(a, b, upper=True),
         (rand(3, 3, 3).triu() + 5 * torch.eye(3, dtype=F64), rand(3, 3, 2)),
     ),
+    "glu": (lambda x: aten.glu.default(x, 1), (rand(7, 4),)),
+    "glu_backward": (lambda g, x: aten.glu_backward.default(g, x, 1), (rand(7, 2), rand(7, 4))),
+    "scatter_reduce": (
+        lambda x, i, s: aten.scatter_reduce.two(x, 1, i, s, "amax"),
+        (rand(7, 4), ints(4, 7, 2), rand(7, 2)),
+    ),
+    "pixel_shuffle": (lambda x: aten.pixel_shuffle.default(x, 2), (rand(7, 4, 3, 3),)),
+    "complex": (lambda x, y: aten.complex.default(x, y), (rand(7, 4), rand(7, 4))),
+    "masked_put": (lambda x, m, v: aten.index_put.default(x, [m], v), (rand(7, 4), rand(7, 4) > 0, rand())),
+    "hardshrink_backward": (
+        lambda g, x: aten.hardshrink_backward.default(g, x, 0.5),
+        (rand(7, 4), rand(7, 4)),
+    ),
     "prelu": (lambda x, w: aten._prelu_kernel.default(x, w), (rand(7, 4), rand(1, 4))),
     "prelu_backward": (
         lambda g, x, w: aten._prelu_kernel_backward.default(g, x, w),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -306,6 +307,11 @@ def columns(call: Call) -> Rule | None:
     return leading(call, 1, linear=((0,),), nonempty=True) if batched else None
 
 
+def pixels(call: Call) -> Rule:
+    """Channels and pixels are exchanged within an image."""
+    return leading(call, len(call.inputs[0]) - 3, linear=((0,),))
+
+
 def matrices(call: Call, linear: Linear = NONE) -> Rule:
     """Batched matrix functions: independent over all but the last two dims. Pivots have one dim less."""
     n = len(call.inputs[0])
@@ -581,7 +587,9 @@ def index(call: Call) -> Rule | None:
 
 
 def index_put(call: Call) -> Rule | None:
-    """A split contribution that accumulates gives a partial whose base rank 0 holds."""
+    """A split contribution that accumulates gives a partial whose base rank 0 holds. One value under a mask is elementwise."""
+    if len(call.inputs) == 3 and call.inputs[0] == call.inputs[1] and call.tensors[1].meta["val"].dtype == torch.bool:
+        return pointwise(call) if math.prod(call.inputs[2]) == 1 and len(call.inputs[2]) < 2 else None
     plan = index_plan(call)
     if plan is None:
         return None

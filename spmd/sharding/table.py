@@ -30,7 +30,7 @@ row(
     log1p log2 log_sigmoid_forward logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish
     mvlgamma nan_to_num ne nextafter polygamma pow reciprocal relu remainder round rsqrt sgn sigmoid sign signbit silu sin sinc sinh
     softplus softshrink special_entr sqrt square tan tanh threshold trunc xlogy relu6 celu selu true_divide
-    elu_backward leaky_relu_backward hardtanh_backward hardsigmoid_backward hardswish_backward log_sigmoid_backward softplus_backward mish_backward
+    elu_backward leaky_relu_backward hardtanh_backward hardsigmoid_backward hardswish_backward log_sigmoid_backward softplus_backward mish_backward complex polar
     """,
 )
 # elementwise, linear in the first operand: most adjoints
@@ -38,7 +38,7 @@ row(
     partial(c.pointwise, linear=FIRST),
     """
     neg clone lift_fresh_copy conj _conj _conj_physical conj_physical real imag deg2rad rad2deg positive contiguous
-    tanh_backward sigmoid_backward gelu_backward silu_backward threshold_backward logit_backward native_dropout_backward _fw_primal""",
+    tanh_backward sigmoid_backward gelu_backward silu_backward threshold_backward hardshrink_backward softshrink_backward logit_backward native_dropout_backward _fw_primal""",
 )
 row(partial(c.pointwise, linear=FIRST, view=True), "detach alias lift_fresh")
 row(partial(c.pointwise, linear=((1,),)), "copy")
@@ -111,7 +111,7 @@ row(
 # independent along all dims but one
 row(
     c.along,
-    "_softmax _safe_softmax _log_softmax cumprod logcumsumexp sort topk argmax argmin argsort logsumexp prod softmax log_softmax cummax cummin median kthvalue mode nanmedian var var_mean std std_mean linalg_vector_norm",
+    "_softmax _safe_softmax _log_softmax cumprod logcumsumexp sort topk argmax argmin argsort logsumexp prod softmax log_softmax cummax cummin median kthvalue mode nanmedian glu glu_backward var var_mean std std_mean linalg_vector_norm",
 )
 row(partial(c.along, linear=FIRST), "_softmax_backward_data _log_softmax_backward_data cumsum flip rot90")
 row(partial(c.along, linear=FIRST, dim="dims"), "roll")
@@ -132,7 +132,7 @@ row(partial(c.whole_value, emit=emit.restrided), "as_strided as_strided_scatter"
 row(c.embedding, "embedding")
 row(c.embedding_backward, "embedding_dense_backward")
 row(c.gather, "gather")
-row(c.scatter, "scatter scatter_add")
+row(c.scatter, "scatter scatter_add scatter_reduce")
 row(c.index, "index _unsafe_index")
 row(c.index_put, "index_put _unsafe_index_put")
 row(c.index_select, "index_select")
@@ -165,6 +165,7 @@ row(
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward""",
 )
 row(c.columns, "im2col col2im")
+row(c.pixels, "pixel_shuffle pixel_unshuffle channel_shuffle")
 row(partial(c.matrices, linear=FIRST), "tril triu")
 row(
     c.matrices,
