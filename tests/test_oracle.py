@@ -16,23 +16,8 @@ from tests.oracle.world import World
 WORLDS = (1, 2, 3, 4)
 
 
-# Replicated, these say no more than sharded: the optimizers' arithmetic is the same, and so are the models' layers.
-ONLY_SHARDED = (
-    "optim_",
-    "mixing_",
-    "cnn",
-    "gpt",
-    "lstm",
-    "batch_changes",
-    "lr_",
-    "params_groups",
-    "closing_over",
-    "method",
-)
-
-
 def _usual(case: Case, style: str, W: int, single: bool) -> bool:
-    """What runs each time: every case sharded unevenly, most also replicated, a few at every size; `make test-all` runs the rest.
+    """What runs each time: every case sharded unevenly, a few replicated and at every size; `make test-all` runs the rest.
 
     A rank costs as much as a case: each traces for itself.
     """
@@ -46,9 +31,7 @@ def _usual(case: Case, style: str, W: int, single: bool) -> bool:
             ("fully_shard", 4, True),
         }
         return (style, W, single) in usual
-    if style == "replicate":
-        return (W, single) == (2, False) and not case.name.startswith(ONLY_SHARDED)
-    return (W, single) == (2 if case.name.startswith("optim_") else 3, False)
+    return (style, W, single) == ("fully_shard", 2 if case.name.startswith("optim_") else 3, False)
 
 
 def _matrix() -> Iterator[Any]:
