@@ -207,22 +207,6 @@ def _scheduler() -> str:
     return message
 
 
-def test_a_rate_set_in_the_step_is_refused(world: World) -> None:
-    for message in world.run(_sets_rate, 2):
-        assert "lr" in message and "param_groups" in message
-
-
-def _sets_rate() -> str:
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        optimizer.param_groups[0]["lr"] *= 0.5
-        return _finish(F.mse_loss(model(x), y), optimizer)
-
-    model, optimizer = tools.setup()
-    message = tools.refusal(step, model, optimizer, *tools.batch())
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    return message
-
-
 @pytest.mark.parametrize(("kind", "name"), [("random", "random"), ("numpy", "numpy")])
 def test_random_numbers_of_python_are_refused(world: World, kind: str, name: str) -> None:
     for message in world.run(_python_random, 2, kind):

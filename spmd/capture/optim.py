@@ -217,6 +217,20 @@ class OptimizerTrace:
                         p, memory_format=torch.preserve_format
                     )
 
+    def change_gradients(self) -> None:
+        """torch's foreach path of Nesterov momentum, not taken here, adds to the gradients in place where nothing has made copies of them."""
+        if not isinstance(self.optimizer, SGD):
+            return
+        for asked, group in zip(self.before_groups, self.optimizer.param_groups, strict=True):
+            default = not asked["fused"] and all(p.is_cuda for p in group["params"])
+            foreach = default if asked["foreach"] is None else asked["foreach"]
+            if not (foreach and group["nesterov"]) or group["weight_decay"] or group["maximize"]:
+                continue
+            for p in group["params"]:
+                if p.grad is not None:
+                    with torch.no_grad():
+                        p.grad.add_(self.optimizer.state[p]["momentum_buffer"], alpha=group["momentum"])
+
 
 @contextmanager
 def patched_steps(
@@ -233,6 +247,7 @@ def patched_steps(
                 trace.seed_momentum()
 
             def after(o: Optimizer, args: Any, kwargs: Any, trace: OptimizerTrace = trace) -> None:
+                trace.change_gradients()
                 trace.stepping = False
                 torch.compiler._is_compiling_flag = True
                 left()

@@ -30,6 +30,8 @@ def case(program: Program) -> Case:
 
 def carried(program: Program) -> int | None:
     """The dim of the last value that carries the batch, if it comes back as a rank's share: one dim alone, a multiple of the batch."""
+    if program.parts > 1:  # of a micro-batch
+        return None
     sizes = program.batch, 11 * program.world
     model = program.model()
     with torch.no_grad(), torch.random.fork_rng():

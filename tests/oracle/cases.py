@@ -143,6 +143,8 @@ def _optimizers() -> Iterable[Case]:
         count = 7 if name == "radam" else 4  # RAdam changes its formula at step 6
         build = over(kind, **{"lr": 0.01, **options})
         yield Case(f"optim_{name}", models.mlp, steps.basic(), regression, build, steps=count)
+    nesterov = over(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+    yield Case("optim_nesterov_foreach", models.mlp, steps.basic(zero="first"), regression, nesterov)
 
 
 # ---- what happens between the steps
@@ -284,6 +286,7 @@ def _changes() -> Iterable[Case]:
     yield Case(
         "lr_step_fused", mlp, step, regression, over(optim.AdamW, fused=True), scheduler=decay, steps=4, traces=1
     )
+    yield Case("lr_in_step", mlp, steps.sets_rate, regression, momentum, steps=4, traces=1)
     yield Case("lr_onecycle", mlp, step, regression, momentum, scheduler=cycle, steps=6, traces=3)
     yield Case("weight_decay_changes", mlp, step, regression, adamw, between=decay_changes, steps=6, traces=3)
     yield Case("betas_change", mlp, step, regression, over(optim.Adam), between=everything_changes, steps=6)
