@@ -21,6 +21,10 @@ from tests.parts import F64, ints, rand, run, step_graph
 aten = torch.ops.aten
 
 
+def rows(n: int) -> torch.Tensor:
+    return aten.arange.default(n)
+
+
 # One call or more for each row: sizes 7, 5, 4 and 3 don't divide, 6 does.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "add": (lambda x, y: aten.add.Tensor(x, y, alpha=2), (rand(7, 4), rand(4))),
@@ -52,6 +56,11 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "slice_all": (lambda x: aten.slice.Tensor(x, 0, 0, 7), (rand(7, 4),)),
     "slice_backward": (lambda x: aten.slice_backward.default(x, [7, 4], 0, 1, 6, 1), (rand(5, 4),)),
     "slice_scatter": (lambda x, y: aten.slice_scatter.default(x, y, 0, 1, 6), (rand(7, 4), rand(5, 4))),
+    "slice_scatter_all": (lambda x, y: aten.slice_scatter.default(x, y, 0, 0, 7), (rand(7, 4), rand(7, 4))),
+    "slice_scatter_end": (
+        lambda x, y: aten.slice_scatter.default(x, y, 0, 0, 9223372036854775807),
+        (rand(7, 4), rand(7, 4)),
+    ),
     "split": (lambda x: aten.split.Tensor(x, 2, 1), (rand(7, 4),)),
     "split_with_sizes": (lambda x: aten.split_with_sizes.default(x, [1, 3], 1), (rand(7, 4),)),
     "unfold": (lambda x: aten.unfold.default(x, 1, 2, 1), (rand(7, 4),)),
@@ -114,6 +123,32 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "scatter_add": (lambda x, i, s: aten.scatter_add.default(x, 1, i, s), (rand(7, 4), ints(4, 7, 3), rand(7, 3))),
     "index": (lambda x, i: aten.index.Tensor(x, [None, i]), (rand(7, 4), ints(4, 5))),
     "index_two": (lambda x, i, j: aten.index.Tensor(x, [i, None, j]), (rand(7, 4, 3), ints(7, 5), ints(3, 5))),
+    "as_strided_pooled": (lambda x: aten.as_strided.default(x, [7, 4, 1, 1], [4, 1, 4, 4]), (rand(7, 4, 1, 1),)),
+    "as_strided_scatter_pooled": (
+        lambda x, y: aten.as_strided_scatter.default(x, y, [7, 4, 1, 1], [4, 1, 4, 4]),
+        (rand(7, 4, 1, 1), rand(7, 4, 1, 1)),
+    ),
+    "as_strided_turned": (lambda x: aten.as_strided.default(x, [6, 6], [1, 6]), (rand(6, 6),)),
+    "index_own": (lambda x, i: aten.index.Tensor(x, [rows(7), i]), (rand(7, 4, 3), ints(4, 7))),
+    "index_own_each": (
+        lambda x, i: aten.index.Tensor(x, [rows(7).unsqueeze(1), None, i]),
+        (rand(7, 4, 3), ints(3, 7, 2)),
+    ),
+    "index_own_inner": (lambda x, i: aten.index.Tensor(x, [i, rows(6)]), (rand(4, 6), ints(4, 5, 6))),
+    "index_own_diagonal": (lambda x: aten.index.Tensor(x, [rows(7), rows(7)]), (rand(7, 7, 2),)),
+    "index_own_mask": (
+        lambda x: aten.index.Tensor(x, [rows(7).view(7, 1, 1, 1), rows(4).view(1, 1, 1, 4)]),
+        (rand(7, 4),),
+    ),
+    "index_own_table": (lambda x: aten.index.Tensor(x, [rows(7).unsqueeze(1), rows(4)]), (rand(7, 4),)),
+    "index_put_own": (
+        lambda x, i, v: aten.index_put.default(x, [rows(7), i], v, True),
+        (rand(7, 4, 3), ints(4, 7), rand(7, 3)),
+    ),
+    "index_put_own_set": (
+        lambda x, i, v: aten.index_put.default(x, [rows(7), i], v, False),
+        (rand(7, 4, 3), ints(4, 7), rand(3)),
+    ),
     "index_put": (lambda x, i, v: aten.index_put.default(x, [i], v, True), (rand(9, 4), ints(9, 7), rand(7, 4))),
     "index_put_set": (lambda x, v: aten.index_put.default(x, [torch.arange(7)], v, False), (rand(9, 4), rand(7, 4))),
     "index_select": (lambda x, i: aten.index_select.default(x, 1, i), (rand(7, 4), ints(4, 5))),
@@ -344,6 +379,14 @@ MUST_SPLIT = {
     "convolution_backward",
     "index_put",
     "fused_adamw",
+    "index_own",
+    "as_strided_pooled",
+    "as_strided_scatter_pooled",
+    "slice_scatter_all",
+    "slice_scatter_end",
+    "index_own_each",
+    "index_own_mask",
+    "index_put_own",
 }
 
 

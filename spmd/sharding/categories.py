@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spmd.sharding import emit
+from spmd.sharding.ordinal import local_rows, own_rows
 from spmd.sharding.rule import OWN, BlockRule, Call, Labels, Rule, Shape, ViewRule, labelled
 
 aten = torch.ops.aten
@@ -81,6 +82,18 @@ def random(call: Call) -> Rule:
 def bits(call: Call) -> Rule:
     """Random bits of positions: any part can be drawn by itself."""
     return labelled([None], [[None] * len(call.outputs[0] or ())], sizes="size", emit=emit.positions)
+
+
+def restride(call: Call) -> Rule:
+    """as_strided and its scatter address memory, so they take the whole; but where every element stays what it is, as in pooling to 1, they move nothing."""
+    x = call.tensors[0].meta["val"]
+    shape, strides = tuple(call.arg("size")), tuple(call.arg("stride"))
+    placed = call.arg("storage_offset") in (None, x.storage_offset())
+    if not placed or shape != x.shape or any(n > 1 and a != b for n, a, b in zip(shape, strides, x.stride(), strict=True)):
+        return whole_value(call, emit=emit.restrided)
+    dims = list(range(len(shape)))
+    ins = [dims] if len(call.inputs) == 1 else [None, dims]  # what's scattered replaces all
+    return labelled(ins, [dims], linear=((len(ins) - 1,),), emit=emit.last)
 
 
 def rows(call: Call) -> Rule:
@@ -504,7 +517,7 @@ def window(call: Call, linear: Linear = ((0,),)) -> Rule | None:
 
 def blocks_of(call: Call) -> tuple[int, ...] | None:
     """Where a slice or a split cuts the whole; None for other windows."""
-    if call.name in ("slice", "slice_backward") and call.arg("step") == 1:
+    if call.name in ("slice", "slice_backward", "slice_scatter") and call.arg("step") == 1:
         return emit.slice_bounds(call)
     if call.name == "split_with_sizes":
         return tuple(itertools.accumulate(call.arg("split_sizes")))
@@ -578,12 +591,12 @@ def fused_adam(call: Call) -> Rule:
 
 
 def index(call: Call) -> Rule | None:
-    """Advanced indexing: unindexed dims are free; split index positions give a split output."""
+    """Advanced indexing: unindexed dims are free, and those that an index runs through in order; split index positions give a split output."""
     plan = index_plan(call)
     if plan is None:
         return None
     base, positions, out = plan
-    return labelled([base, *positions], [out], linear=((0,),))
+    return labelled([base, *positions], [out], linear=((0,),), emit=local_rows)
 
 
 def index_put(call: Call) -> Rule | None:
@@ -599,16 +612,17 @@ def index_put(call: Call) -> Rule | None:
     size = index_result(call)
     labels = [out[d + shift] if values[d] == size[d + shift] else None for d in range(len(values))]
     accumulate = bool(call.arg("accumulate"))
-    broadcast = {label for d, label in enumerate(out) if isinstance(label, str)}
+    broadcast = {label for d, label in enumerate(out) if isinstance(label, str) and label not in base}
     if not accumulate:
-        positions = [[None] * len(p) for p in positions]
-        labels = [None if isinstance(x, str) else x for x in labels]
+        positions = [[x if x in base else None for x in p] for p in positions]
+        labels = [None if isinstance(x, str) and x not in base else x for x in labels]
     return labelled(
         [base, *positions, labels],
         [base],
         reduce=dict.fromkeys(broadcast, "sum") if accumulate else {},
         linear=((0, len(call.inputs) - 1),) if accumulate else NONE,
         base=0 if accumulate else None,
+        emit=local_rows,
     )
 
 
@@ -621,7 +635,8 @@ def index_plan(call: Call) -> tuple[list[Hashable], list[list[Hashable]], list[H
     shapes = [tuple(indices[j].meta["val"].shape) for j in used]
     common = torch.broadcast_shapes(*shapes)
     names: list[Hashable] = [f"i{j}" for j in range(len(common))]
-    base: list[Hashable] = [None if j in used else j for j in range(n)]
+    own = own_rows(call)
+    base: list[Hashable] = [names[own[j]] if j in own else None if j in used else j for j in range(n)]
     positions = [[None if label is None else names[label] for label in aligned(s, common)] for s in shapes]
     if used == list(range(used[0], used[-1] + 1)):
         out = [*base[: used[0]], *names, *base[used[-1] + 1 :]]

@@ -236,6 +236,10 @@ class Propagation:
             cost += ACCIDENTAL_TP if sharded else 0.0
         if linear and call.name == "expand":
             cost += 2.0 * max(0, self.bytes(call.node) - self.bytes(call.tensors[0]))  # reduce before it grows
+        if sharded and kind == STATE and call.name in ("expand", "repeat") and batch_shard(call.node) is not None:
+            cost += 2.0 * max(
+                0, self.bytes(call.node) - self.bytes(call.tensors[0])
+            )  # gather before each sample has its own
         if sharded and rule.heavy and not carries and (cost > 1 or any(isinstance(o, Partial) for o in outs)):
             cost += FORBIDDEN  # a matrix optimizer gathers its matrix once and computes whole
         if sharded and any(x in self.whole for x in call.tensors):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd.capture import Slot, capture, flatten_leaves
+from spmd.capture import Capture, Slot, capture, flatten_leaves
 from spmd.debug import run_lockstep
 from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
@@ -34,24 +34,35 @@ class Ranks:
     """
 
     def __init__(
-        self, step: Callable[..., Any], args: Sequence[Any], mode: DataParallelMode, world: int, batch: int
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        mode: DataParallelMode,
+        world: int,
+        batch: int,
+        captured: Capture | None = None,
     ) -> None:
-        """`args` are the first rank's: model, optimizer and its share of the batch. Nothing is run but what makes states."""
+        """`args` are the first rank's: model, optimizer and its share of the batch. Nothing is run but what makes states.
+
+        captured: the step as other ranks have captured it, at the same global batch, of objects that are equal to these.
+        """
         self.step, self.args, self.mode, self.world, self.batch = step, tuple(args), mode, world, batch
         self.stored: dict[str, Parts] = {}
         self.layouts: dict[str, tuple[Layout, tuple[int, ...]]] = {}
         self.gradients: dict[str, Parts] = {}
-        self.capture()
+        self.settle(captured or self.capture())
 
-    def capture(self) -> None:
-        self.captured = capture(
+    def capture(self) -> Capture:
+        return capture(
             self.step,
             self.args,
             batch_dim=self.mode.input_batch_dim,
             replicated=self.mode.replicated_inputs,
             global_batch=lambda local: local * self.world,
         )
-        self.stale = False
+
+    def settle(self, captured: Capture) -> None:
+        self.captured, self.stale = captured, False
         self.programs, self.plan = self.compile(self.captured.step)
         for slot, layouts in zip(self.captured.slots, self.programs[0].inputs, strict=True):
             name, tensor = slot.input.name, slot.tensor
@@ -101,7 +112,7 @@ class Ranks:
     def __call__(self, *args: Any) -> tuple[list[Any], list[Layout | None]]:
         """What the user's function returns, whole, and how each of it lies on the ranks. `args` are the global arguments."""
         if self.stale:
-            self.capture()
+            self.settle(self.capture())
         leaves = flatten_leaves(args, {})
         with torch.no_grad():
             inputs = [self.inputs(program, leaves, rank) for rank, program in enumerate(self.programs)]
