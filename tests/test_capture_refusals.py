@@ -79,6 +79,30 @@ def test_refuses_counters_but_keeps_one_time_effects() -> None:
     assert model.calls == 1
 
 
+def test_keeps_hooks_that_the_first_call_installs() -> None:
+    """In the module's own dict, which their handles know."""
+
+    class Lazy(nn.Module):
+        def __init__(self, once: bool) -> None:
+            super().__init__()
+            self.a, self.once, self.ready = nn.Linear(8, 5).double(), once, False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.ready:
+                self.a.register_forward_hook(lambda module, args, output: output * 2)
+                self.ready = self.once
+            return self.a(x)
+
+    def step(model: Any, optim: Any, x: Any, y: Any) -> Any:
+        return model(x).sum()
+
+    model, batch = Lazy(True), labelled()(6)
+    hooks = model.a._forward_hooks
+    assert capture(step, (model, None, *batch)).guards.check(step, (model, None, *batch), {}) is None
+    assert model.ready and model.a._forward_hooks is hooks and len(hooks) == 1
+    refused(SideEffectError, step, "_forward_hooks", model=Lazy(False))
+
+
 def test_refuses_state_that_a_call_leaves_for_the_next() -> None:
     class Carry(nn.Module):
         def __init__(self) -> None:

@@ -26,7 +26,7 @@ _RETURN = "return the value from the step and update it in the training loop"
 
 @dataclass
 class Change:
-    """One thing that the step changed. `settles`: it may be a one-time effect."""
+    """One thing that the step changed. `settles`: it may be a one-time effect. `grown`: what it filled in place, as with hooks."""
 
     name: str
     before: Any
@@ -35,10 +35,21 @@ class Change:
     mapping: MutableMapping[str, Any] | None = None
     key: str = ""
     settles: bool = False
+    grown: Any = None
 
     @property
     def is_tensor(self) -> bool:
         return isinstance(self.after, torch.Tensor)
+
+    def make(self, value: Any) -> None:
+        """Give the changed thing this value, what it was before or is after."""
+        assert self.mapping is not None
+        if self.grown is not None:
+            _refill(self.grown, value)
+        elif value is _MISSING:
+            self.mapping.pop(self.key, None)
+        else:
+            self.mapping[self.key] = value
 
     def offence(self) -> Offence:
         return Offence(
@@ -131,7 +142,9 @@ class Effects:
             _, members, old = frozen
             grown = members is not None and value is old
             shown = (members, value.copy()) if grown else (old, value)
-            self.changes.append(Change(w.title + key, *shown, w.remedy, w.mapping, key, settles=not grown))
+            settles = not grown or isinstance(value, dict) and all(map(callable, value.values()))
+            held = value if grown else None
+            self.changes.append(Change(w.title + key, *shown, w.remedy, w.mapping, key, settles, held))
             if grown:
                 _refill(old, members)
             elif old is _MISSING:
@@ -204,13 +217,12 @@ def pretended(changes: list[Change]) -> Iterator[set[int]]:
         if c.is_tensor:
             value = torch.zeros([int(n) if isinstance(n, int) else 1 for n in c.after.shape], dtype=c.after.dtype)
             poison[id(value)] = value
-        c.mapping[c.key] = value
+        c.make(value)
     try:
         yield set(poison)
     finally:
         for c in changes:
-            if c.mapping is not None:
-                c.mapping.pop(c.key, None) if c.before is _MISSING else c.mapping.__setitem__(c.key, c.before)
+            c.make(c.before)
 
 
 def settle(changes: list[Change]) -> None:
@@ -221,7 +233,7 @@ def settle(changes: list[Change]) -> None:
             and not c.is_tensor
             and not any(isinstance(v, torch.Tensor) for v in _members(c.after))
         ):
-            c.mapping[c.key] = c.after
+            c.make(c.after)
 
 
 def _members(value: Any) -> list[Any]:

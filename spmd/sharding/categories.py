@@ -89,7 +89,11 @@ def restride(call: Call) -> Rule:
     x = call.tensors[0].meta["val"]
     shape, strides = tuple(call.arg("size")), tuple(call.arg("stride"))
     placed = call.arg("storage_offset") in (None, x.storage_offset())
-    if not placed or shape != x.shape or any(n > 1 and a != b for n, a, b in zip(shape, strides, x.stride(), strict=True)):
+    if (
+        not placed
+        or shape != x.shape
+        or any(n > 1 and a != b for n, a, b in zip(shape, strides, x.stride(), strict=True))
+    ):
         return whole_value(call, emit=emit.restrided)
     dims = list(range(len(shape)))
     ins = [dims] if len(call.inputs) == 1 else [None, dims]  # what's scattered replaces all

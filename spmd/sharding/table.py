@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 from spmd.sharding import categories as c
-from spmd.sharding import emit
 from spmd.sharding.rule import Call, Rule
 
 Entry = Callable[[Call], Rule | None]

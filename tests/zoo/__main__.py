@@ -15,7 +15,7 @@ from tests.zoo.check import BATCH, STEPS, STYLES, WORLDS, Report, check
 from tests.zoo.models import ZOO
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-COLUMNS = ("model", "kind", "result", "nodes", "fallbacks", "gathers", "trace s", "remarks")
+COLUMNS = ("model", "kind", "result", "ways", "nodes", "fallbacks", "gathers", "trace s", "remarks")
 TEXT = """# Models
 
 Tiny models of many architectures, the most of them from `transformers` {transformers}, built from small configs with their dropout on. Each is trained
@@ -24,6 +24,7 @@ plain step on one device: losses, parameters and optimizer states, in float64 at
 float32, as the losses of causal language models do).
 
 - result: *equal*, or *refused* with the reason, before anything runs.
+- ways: worlds and styles in which it was compared: all {ways}, or 1 (3 ranks, `fully_shard`) where it was last run with `--quick`.
 - nodes: of the captured step. fallbacks: nodes for which no rule was found, so that each rank runs them on the whole.
 - gathers: activations that move between ranks other than as sums. Models whose samples meet (experts, pairs) may have some.
 - trace s: seconds of tracing on two cores of a busy machine; placing and partitioning come to a few more.
@@ -39,7 +40,7 @@ def row(report: Report) -> tuple[str, ...]:
     if report.result != "equal":
         remarks.append(reason(report))
     fallbacks = f"{report.fallback_share:.1%}" if report.fallbacks else "0"
-    numbers = (f"{report.nodes}", fallbacks, f"{len(report.gathers)}", f"{report.trace:.0f}")
+    numbers = (f"{report.ways}", f"{report.nodes}", fallbacks, f"{len(report.gathers)}", f"{report.trace:.0f}")
     return a.name, a.kind, report.result, *numbers, "; ".join(filter(None, remarks))
 
 
@@ -53,7 +54,12 @@ def page(rows: dict[str, str]) -> str:
     import transformers
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
-    counts = {"steps": STEPS, "batch": BATCH, "worlds": " and ".join(map(str, WORLDS))}
+    counts = {
+        "ways": len(WORLDS) * len(STYLES),
+        "steps": STEPS,
+        "batch": BATCH,
+        "worlds": " and ".join(map(str, WORLDS)),
+    }
     head = TEXT.format(**versions, **counts, styles=" and ".join(f"`{s}`" for s in STYLES))
     table = [line(COLUMNS), line(["---"] * len(COLUMNS)), *(rows[name] for name in ZOO if name in rows)]
     return head + "\n".join(table) + "\n"
@@ -72,7 +78,9 @@ def known() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ZOO)}; default: all")
-    names = parser.parse_args().names or list(ZOO)
+    parser.add_argument("--quick", action="store_true", help="3 ranks, fully_shard; default: all worlds and styles")
+    options = parser.parse_args()
+    names = options.names or list(ZOO)
     if unknown := set(names) - ZOO.keys():
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")
@@ -81,7 +89,7 @@ def main() -> None:
         Table(*COLUMNS, title=f"PyTorch {torch.__version__}, Python {platform.python_version()}"),
     )
     for name in names:
-        report = check(ZOO[name])
+        report = check(ZOO[name], [3], ["fully_shard"]) if options.quick else check(ZOO[name])
         cells = row(report)
         table.add_row(*cells)
         console.print(f"{name}: {report.result} in {report.total:.0f} s", highlight=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import AdamW, Optimizer
 
 from spmd.capture import capture
@@ -38,6 +38,7 @@ class Report:
     fallbacks: Counter[str] = field(default_factory=Counter)  # ops that ran on replicated inputs for want of a rule
     gathers: list[str] = field(default_factory=list)  # activations that were gathered, and why
     trace: float = 0.0  # seconds
+    ways: int = 0  # worlds and styles that were equal
     total: float = 0.0
 
     @property
@@ -121,6 +122,7 @@ def compiled(a: Architecture, reference: Run, report: Report, ways: Sequence[tup
             if wrong := differences(reference, Run(losses, ranks.state()), a.tolerance):
                 report.result, report.detail = "wrong", "\n".join([f"{way}:", *wrong])
                 return
+            report.ways += 1
     except SpmdError as error:
         report.result, report.detail = "refused", f"{way}: {error}"
     except Exception:
@@ -141,8 +143,14 @@ def measure(ranks: Ranks, report: Report) -> None:
 
 
 def gathered(program: LocalGraph) -> list[str]:
-    """The activations that move, but for sums. What doesn't vary with the batch is made of parameters."""
-    values = {node.name: node.meta.get("varies", (0,)) for node in program.step.graph.nodes}
+    """The activations that move, but for sums."""
+    values = {node.name: node for node in program.step.graph.nodes}
     moves = [c for c in program.collectives if c.role == "value" and c.before.startswith("S")]
-    carried = [c for c in moves if any(scale is not None for scale in values.get(c.value, (0,)))]
-    return [f"{c.value} {c.before} -> {c.after}: {c.reason} ({c.source})" for c in carried]
+    moves = [c for c in moves if carries_batch(values[c.value])]
+    return [f"{c.value} {c.before} -> {c.after}: {c.reason} ({c.source})" for c in moves]
+
+
+def carries_batch(node: fx.Node) -> bool:
+    """What doesn't is made of parameters, or a sum. Nodes of decompositions are told by their sizes: no other in the zoo is a multiple of the batch."""
+    varies = node.meta.get("varies") or [size % BATCH == 0 or None for size in node.meta["val"].shape]
+    return any(scale is not None for scale in varies)

@@ -148,15 +148,17 @@ GROUPED_MM = "float32: torch's grouped product has no float64"
 
 
 def architectures() -> list[Architecture]:
-    a = Architecture
+    a: Callable[..., Architecture] = Architecture
     single = {"tolerance": 1e-6}  # float32 inside: the loss of causal models, some norms, softmaxes and rotations
-    decoder = partial(a, kind="decoder", batch=text, **single)
-    encoder = partial(a, kind="encoder", batch=padded)
-    both = partial(a, kind="encoder-decoder", batch=pairs)
-    vision = partial(a, kind="vision", batch=images)
-    audio = partial(a, kind="audio", batch=sound, note=STILL)
-    moe = partial(a, kind="experts", batch=text, mixes=True, dtype=torch.float32, tolerance=1e-4, note=GROUPED_MM)
-    state = partial(a, kind="state space", batch=text, **single)
+    decoder: Callable[..., Architecture] = partial(a, kind="decoder", batch=text, **single)
+    encoder: Callable[..., Architecture] = partial(a, kind="encoder", batch=padded)
+    both: Callable[..., Architecture] = partial(a, kind="encoder-decoder", batch=pairs)
+    vision: Callable[..., Architecture] = partial(a, kind="vision", batch=images)
+    audio: Callable[..., Architecture] = partial(a, kind="audio", batch=sound, note=STILL)
+    moe: Callable[..., Architecture] = partial(
+        a, kind="experts", batch=text, mixes=True, dtype=torch.float32, tolerance=1e-4, note=GROUPED_MM
+    )
+    state: Callable[..., Architecture] = partial(a, kind="state space", batch=text, **single)
     neo = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 4}
     narrow = {k: v for k, v in BASE.items() if k not in ("num_hidden_layers", "num_attention_heads")}
     return [
