@@ -62,6 +62,12 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "triu": (lambda x: aten.triu.default(x), (rand(14, 6),)),
     "diagonal": (lambda x: aten.diagonal.default(x), (rand(14, 14, 2),)),
     "diagonal_backward": (lambda g: aten.diagonal_backward.default(g, [14, 14], 0, 0, 1), (rand(14),)),
+    "as_strided": (lambda x: aten.as_strided.default(x, [14, 6, 1], [6, 1, 6]), (rand(14, 6),)),
+    "as_strided pooled": (lambda x: aten.as_strided.default(x, [14, 6, 1, 1], [6, 1, 6, 6], 0), (rand(14, 6, 1, 1),)),
+    "as_strided_scatter": (
+        lambda x, y: aten.as_strided_scatter.default(x, y, [14, 6], [6, 1], 0),
+        (rand(84), rand(14, 6)),
+    ),
     "var": (lambda x: aten.var.correction(x, [0], correction=1), (rand(14, 6),)),
     "var all": (lambda x: aten.var.correction(x, None), (rand(14, 6),)),
     "var complex": (lambda x: aten.var.correction(x, [0]), (torch.complex(rand(14, 6), rand(14, 6)),)),

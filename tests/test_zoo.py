@@ -37,6 +37,9 @@ def test_every_architecture(name: str) -> None:
 
 
 def holds(report: Report) -> None:
+    if report.architecture.refused:
+        assert report.result == "refused" and report.architecture.refused in report.detail, report.detail
+        return
     assert report.result == "equal", report.detail
     assert report.fallback_share < 0.01, report.fallbacks
     assert report.architecture.mixes or not report.gathers, "\n".join(report.gathers)

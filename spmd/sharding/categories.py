@@ -84,22 +84,6 @@ def bits(call: Call) -> Rule:
     return labelled([None], [[None] * len(call.outputs[0] or ())], sizes="size", emit=emit.positions)
 
 
-def restride(call: Call) -> Rule:
-    """as_strided and its scatter address memory, so they take the whole; but where every element stays what it is, as in pooling to 1, they move nothing."""
-    x = call.tensors[0].meta["val"]
-    shape, strides = tuple(call.arg("size")), tuple(call.arg("stride"))
-    placed = call.arg("storage_offset") in (None, x.storage_offset())
-    if (
-        not placed
-        or shape != x.shape
-        or any(n > 1 and a != b for n, a, b in zip(shape, strides, x.stride(), strict=True))
-    ):
-        return whole_value(call, emit=emit.restrided)
-    dims = list(range(len(shape)))
-    ins = [dims] if len(call.inputs) == 1 else [None, dims]  # what's scattered replaces all
-    return labelled(ins, [dims], linear=((len(ins) - 1,),), emit=emit.last)
-
-
 def rows(call: Call) -> Rule:
     """Independent along all dims but the last, where the operands have them in common."""
     return leading(call, len(call.inputs[0]) - 1)
@@ -252,7 +236,7 @@ def norm_backward(call: Call) -> Rule:
 def weight_norm(call: Call) -> Rule:
     """Norms over all dims but one."""
     labels = lambda s: [d if d == call.arg("dim") % len(s) else None for d in range(len(s))]  # noqa: E731
-    return labelled([labels(s) for s in call.inputs], [labels(o) for o in call.outputs if o is not None])
+    return labelled([labels(s) for s in call.inputs], [labels(o) for o in call.outputs if o is not None], nonempty=True)
 
 
 def group_norm(call: Call) -> Rule:

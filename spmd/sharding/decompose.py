@@ -6,6 +6,7 @@ A decomposition is a function with the op's own signature, over whole tensors. P
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from spmd._torch import decomposition_table, make_fx
 from spmd.sharding import decompositions as d
-from spmd.sharding.layout import Layout, Sharded
+from spmd.sharding.layout import Layout, R, Sharded
 from spmd.sharding.rule import Call
 
 aten = torch.ops.aten
@@ -125,6 +126,17 @@ def statistics(call: Call, layouts: Sequence[Layout]) -> bool:
     )
 
 
+def row_major(call: Call, layouts: Sequence[Layout]) -> bool:
+    """as_strided and its scatter of all elements in their order, as pooling to 1 has it: a view in other words."""
+    x, size = call.tensors[0].meta["val"], call.arg("size")
+    strides = torch.empty(size, device="meta").stride()
+    plain = all(n == 1 or a == b for n, a, b in zip(size, call.arg("stride"), strides, strict=True))
+    whole = (
+        x.is_contiguous() and math.prod(size) == x.numel() and call.arg("storage_offset") in (None, x.storage_offset())
+    )
+    return plain and whole and any(p != R for p in layouts)
+
+
 # ---------------------------------------------------------------------------------------------- table
 
 
@@ -158,6 +170,8 @@ TABLE: dict[str, Row] = {
     "triu": Row(d.triangle(torch.triu), matrix),
     "diagonal": Row(d.diagonal, square),
     "diagonal_backward": Row(d.diagonal_backward, square),
+    "as_strided": Row(d.restrided, row_major),
+    "as_strided_scatter": Row(d.restrided_scatter, row_major),
     "trace": Row(d.trace, matrix),
     "_native_batch_norm_legit": Row(d.batch_norm_no_statistics, statistics),
     "_native_batch_norm_legit_functional": Row(d.batch_norm, statistics),

@@ -206,3 +206,16 @@ def diagonal_backward(
 
 def trace(x: torch.Tensor) -> torch.Tensor:
     return diagonal(x).sum(dtype=x.dtype)
+
+
+def restrided(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    return aten.view.default(x, size)
+
+
+def restrided_scatter(
+    x: torch.Tensor, src: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """What's scattered replaces all."""
+    return aten.view.default(src.contiguous(), x.shape)

@@ -166,11 +166,6 @@ def fused(x: Expansion) -> fx.Node:
     return x.run()
 
 
-def last(x: Expansion) -> fx.Node:
-    """The last tensor as it is."""
-    return x.build.op(aten.alias.default, x.args[len(x.call.inputs) - 1])
-
-
 def first_only(build: Build, x: fx.Node, rank: int) -> fx.Node:
     """`x` on rank 0, zeros elsewhere: what makes a replicated tensor a partial sum."""
     val = build.val(x)

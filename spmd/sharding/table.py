@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from spmd.sharding import categories as c
+from spmd.sharding import emit
 from spmd.sharding.rule import Call, Rule
 
 Entry = Callable[[Call], Rule | None]
@@ -125,7 +126,7 @@ row(
     binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward""",
 )
 row(c.loss_backward, "nll_loss_backward nll_loss2d_backward")
-row(c.restride, "as_strided as_strided_scatter")
+row(partial(c.whole_value, emit=emit.restrided), "as_strided as_strided_scatter")
 
 # indices
 row(c.embedding, "embedding")

@@ -28,6 +28,7 @@ class Architecture:
         note: where its config differs in kind, not in size, from what comes by default, and why.
         dtype: float32 where an op has no float64.
         tolerance: above 1e-9 only where the model computes in a narrower type than its parameters'.
+        refused: words of the error, where it can't be one program.
         mixes: samples meet by the model's own meaning, so activations may move.
     """
 
@@ -38,6 +39,7 @@ class Architecture:
     note: str = ""
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-9
+    refused: str = ""
     mixes: bool = False
 
 
@@ -345,6 +347,7 @@ def architectures() -> list[Architecture]:
                 num_sparse_decoder_layers=1,
             ),
             batch=pairs,
+            refused="the course of the step depends on the value of a traced tensor",
         ),
         moe(
             "deepseek_v3",
