@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from spmd.capture import capture
+from spmd.capture.fakes import memory_order
 from tests.replay import adamw, check, labelled, mlp, train
 
 
@@ -159,6 +161,37 @@ def test_models(name: str) -> None:
     captured = check(step, model, torch.optim.AdamW(model.parameters(), 1e-3), batch, tolerance=1e-9)
     assert captured.step.batch is not None, "the batch was specialised"
     assert not any(n.target is torch.ops.aten.native_dropout.default for n in captured.step.graph.nodes)
+
+
+class Spread(nn.Module):
+    """Dropout of one encoding of places that all samples share, as XLNet has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.a, self.dropout = nn.Parameter(torch.randn(4, 1, 8)), nn.Linear(8, 5), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x + self.dropout(self.places.expand(-1, len(x), -1)).sum(0))
+
+
+def test_dropout_of_what_is_expanded() -> None:
+    model = Spread().double()
+    check(train, model, torch.optim.SGD(model.parameters(), 0.1), labelled(), tolerance=1e-9)
+
+
+def test_the_memory_order_of_what_torch_makes_like_a_tensor() -> None:
+    numbers = random.Random(0)
+    for _ in range(2000):
+        sizes = [numbers.choice([1, 2, 3, 4]) for _ in range(numbers.randint(1, 5))]
+        own, turn = [numbers.choice([n, n, 1]) for n in sizes], numbers.sample(range(len(sizes)), len(sizes))
+        x = torch.empty([own[d] for d in turn]).permute([turn.index(d) for d in range(len(turn))]).expand(sizes)
+        order = memory_order(x)
+        made = torch.empty([sizes[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+        expected = torch.empty_like(x).stride()
+        assert all(n == 1 or a == b for n, a, b in zip(sizes, made.stride(), expected, strict=True)), (
+            sizes,
+            x.stride(),
+        )
 
 
 def test_unused_parameters_get_no_state() -> None:

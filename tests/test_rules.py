@@ -201,6 +201,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda a, w, b: aten._trilinear.default(a, w, b, [1, 3], [0], [1, 2], [2, 3]),
         (rand(7, 4), rand(3, 4, 5), rand(7, 5)),
     ),
+    "fft": (lambda x: aten._fft_c2c.default(x, [1, 2], 0, True), (torch.complex(rand(7, 4, 3), rand(7, 4, 3)),)),
+    "fft_real": (lambda x: aten._fft_r2c.default(x, [1], 0, True), (rand(7, 6),)),
+    "fft_back": (lambda x: aten._fft_c2r.default(x, [1], 2, 6), (torch.complex(rand(7, 4), rand(7, 4)),)),
     "rot90": (lambda x: aten.rot90.default(x, 1, [1, 2]), (rand(7, 4, 3),)),
     "diag_embed": (lambda x: aten.diag_embed.default(x, 1, 0, -1), (rand(7, 4),)),
     "unfold_backward": (lambda g: aten.unfold_backward.default(g, [7, 4], 1, 2, 1), (rand(7, 3, 2),)),
@@ -359,7 +362,7 @@ def test_a_rule_is_what_the_op_does(name: str, world: int) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", ["weight_norm", "weight_norm_backward"])
+@pytest.mark.parametrize("name", ["weight_norm", "weight_norm_backward", "fft"])
 def test_a_kernel_that_dies_of_empty_tensors_gets_none(name: str) -> None:
     assert transfers(name, 4) and not transfers(name, 5)  # 7 rows in chunks of 2: the fifth rank has none
 
@@ -379,6 +382,9 @@ MUST_SPLIT = {
     "index_put",
     "fused_adamw",
     "index_own",
+    "fft",
+    "fft_real",
+    "fft_back",
     "slice_scatter_all",
     "slice_scatter_end",
     "index_own_each",

@@ -75,8 +75,25 @@ def dense_strides(shape: list[Any], like: torch.Tensor) -> list[Any]:
 
 
 def memory_order(t: torch.Tensor) -> list[int]:
-    """Dims of `t` from outermost to innermost in memory; dims of size 1 keep their place among equals."""
+    """Dims of `t`, or of what torch makes like it, from outermost to innermost in memory; dims of size 1 keep their place among equals."""
     order = list(range(t.dim()))
     if t.is_contiguous():
         return order
+    if 0 in t.stride():
+        return _order_like(t)
     return sorted(order, key=lambda d: t.stride()[d], reverse=True)  # stable; no int(): strides may be symbolic
+
+
+def _order_like(t: torch.Tensor) -> list[int]:
+    """For an expanded tensor: ATen's infer_dense_strides, an insertion sort from the innermost dim in which a stride of 0 compares to nothing."""
+    order = list(reversed(range(t.dim())))
+    for place in range(1, len(order)):
+        for j in reversed(range(place)):
+            inner, outer = order[j], order[place]
+            a, b = t.stride()[inner], t.stride()[outer]
+            if a == 0 or b == 0 or (a == b and t.size(inner) <= t.size(outer)):
+                continue
+            if a < b:
+                break
+            order[j], order[place], place = outer, inner, j
+    return order[::-1]

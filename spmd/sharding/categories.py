@@ -205,6 +205,12 @@ def along(call: Call, linear: Linear = NONE, dim: str = "dim") -> Rule | None:
     return labelled([labels(s) for s in call.inputs], [labels(o) for o in call.outputs], linear=linear)
 
 
+def fourier(call: Call) -> Rule | None:
+    """Transforms along a list of dims."""
+    rule = along(call, linear=((0,),))
+    return rule and replace(rule, nonempty=True)
+
+
 def leading(
     call: Call, count: int, operands: Sequence[int] | None = None, linear: Linear = NONE, **options: Any
 ) -> Rule:

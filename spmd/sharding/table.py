@@ -115,6 +115,7 @@ row(
 )
 row(partial(c.along, linear=FIRST), "_softmax_backward_data _log_softmax_backward_data cumsum flip rot90")
 row(partial(c.along, linear=FIRST, dim="dims"), "roll")
+row(c.fourier, "_fft_c2c _fft_r2c _fft_c2r")
 
 # one number, or memory as it lies: of the whole only
 row(c.whole_value, "_local_scalar_dense equal is_nonzero _linalg_check_errors _assert_async")

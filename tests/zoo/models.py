@@ -151,7 +151,9 @@ GROUPED_MM = "float32: torch's grouped product has no float64"
 
 def architectures() -> list[Architecture]:
     a: Callable[..., Architecture] = Architecture
-    single = {"tolerance": 1e-6}  # float32 inside: the loss of causal models, some norms, softmaxes and rotations
+    single: dict[str, Any] = {
+        "tolerance": 1e-6
+    }  # float32 inside: the loss of causal models, some norms, softmaxes and rotations
     decoder: Callable[..., Architecture] = partial(a, kind="decoder", batch=text, **single)
     encoder: Callable[..., Architecture] = partial(a, kind="encoder", batch=padded)
     both: Callable[..., Architecture] = partial(a, kind="encoder-decoder", batch=pairs)
@@ -230,7 +232,9 @@ def architectures() -> list[Architecture]:
         ),
         encoder("mpnet", build=hub("MPNetForMaskedLM", **SIZES)),
         encoder(
-            "modernbert", build=hub("ModernBertForMaskedLM", **SIZES, local_attention=4, cls_token_id=0, sep_token_id=1)
+            "modernbert",
+            build=hub("ModernBertForMaskedLM", **SIZES, local_attention=4, cls_token_id=0, sep_token_id=1),
+            **single,
         ),
         encoder(
             "fnet",
