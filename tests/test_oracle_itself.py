@@ -25,7 +25,9 @@ MEAN = (
 
 def test_a_case_repeats_itself_and_rounding_stays_far_below_the_tolerance(world: World) -> None:
     (ratios,) = world.run(_self_ratios, 1)
-    assert all(again == 0.0 and rounded < 0.1 for again, rounded in ratios.values()), ratios
+    exact = {name for name, (again, _) in ratios.items() if again == 0.0}
+    assert exact >= ratios.keys() - {"linear_algebra"}, ratios  # LAPACK's sums depend on how memory is aligned
+    assert all(again < 1e-5 and rounded < 0.1 for again, rounded in ratios.values()), ratios
 
 
 def _self_ratios() -> dict[str, tuple[float, float]]:
