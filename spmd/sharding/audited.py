@@ -3,9 +3,6 @@
 TORCH = "2.13."
 CONFIRMED: frozenset[str] = frozenset(
     {
-        "aten._fft_c2c.default",
-        "aten._fft_c2r.default",
-        "aten._fft_r2c.default",
         "aten._upsample_bilinear2d_aa.default",
         "aten._upsample_nearest_exact1d.default",
         "aten._upsample_nearest_exact2d.default",
