@@ -42,8 +42,8 @@ def run(step: StepGraph, plan: Plan, world: int, args: tuple[torch.Tensor, ...])
 
 
 def pieces(x: torch.Tensor, layout: Layout, world: int) -> list[torch.Tensor]:
-    """Each rank's part; summands that are all unlike the whole."""
+    """Each rank's part; summands that are all unlike the whole, and whole numbers, so that a sum of few bits stays exact."""
     if layout == Partial() and x.is_floating_point() and x.itemsize > 1:
-        first = [torch.randn_like(x) for _ in range(world - 1)]
+        first = [torch.randint(-9, 10, x.shape).to(x.dtype) for _ in range(world - 1)]
         return [*first, x - sum(first)]
     return [take(x, layout, world, r).contiguous() for r in range(world)]
