@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+from spmd.errors import PlacementError
+from spmd.graph.axis import Axis
 from spmd.graph.step import StepGraph
 from spmd.sharding.constraints import Constraints
 
 
 class ParallelMode(ABC):
-    """What a mode decides. The sharding engine does the rest, and stays exact whatever a mode says.
+    """What a mode decides, on one mesh axis. The sharding engine does the rest, and stays exact whatever a mode says.
 
     input_batch_dim: dim of the user's tensors that carries the batch.
     replicated_inputs: argument paths (such as "batch.mask") of tensors that don't carry the batch: every rank passes the same one.
+    splits_batch: whether each rank along the axis takes its share of the batch; else they all pass the same one.
     """
 
     input_batch_dim: int = 0
     replicated_inputs: tuple[str, ...] = ()
+    splits_batch: bool = True
 
     @abstractmethod
-    def constraints(self, step: StepGraph, world: int) -> Constraints:
-        """Layouts of the inputs, outputs and gradients of `step` (at a concrete batch) on a mesh axis of `world` ranks."""
+    def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
+        """Layouts of the inputs, outputs and gradients of `step` (at a concrete batch) on `axis`. Later axes of the mesh have taken their parts already."""
+
+    def over(self, shape: Sequence[int], names: Sequence[str] = ()) -> tuple[ParallelMode, ...]:
+        """One mode for each axis of a mesh of this shape, and these names if it has any.
+
+        Raises:
+            PlacementError: this mode works on another number of axes.
+        """
+        if len(shape) != 1:
+            what = f"{type(self).__name__} works on one mesh axis, the mesh has {len(shape)}{called(names)}"
+            raise PlacementError(
+                f"{what}: pass mesh[...] with one axis, or spmd.modes.compose(...) with a mode for each"
+            )
+        return (self,)
+
+
+def called(names: Sequence[str]) -> str:
+    return f" ({', '.join(names)})" if names else ""

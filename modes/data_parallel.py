@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -10,10 +11,11 @@ import torch
 import torch.fx as fx
 
 from spmd.errors import PlacementError
+from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Output, Role, StepGraph
-from spmd.modes.base import ParallelMode
+from spmd.modes.base import ParallelMode, called
 from spmd.sharding.constraints import Constraints
-from spmd.sharding.layout import Layout, R, shard, state_shard
+from spmd.sharding.layout import Layout, R, Sharded, state_shard
 
 
 class DataParallelStyle(StrEnum):
@@ -23,6 +25,9 @@ class DataParallelStyle(StrEnum):
     ZERO1 = "zero1"  # states split: gradients are all-reduced, each rank updates its part, and parameters are gathered after
     ZERO2 = "zero2"  # the same, and gradients are reduce-scattered
     FULLY_SHARD = "fully_shard"  # split over the ranks, gathered for use: gradients are reduce-scattered (FSDP, ZeRO-3)
+    HYBRID_SHARD = (
+        "hybrid_shard"  # on a mesh of two axes: replicated along the first, fully sharded along the second (HSDP)
+    )
 
 
 SPLIT: dict[DataParallelStyle, tuple[Role, ...]] = {  # what lies in parts at rest
@@ -37,8 +42,9 @@ SPLIT: dict[DataParallelStyle, tuple[Role, ...]] = {  # what lies in parts at re
 class DataParallelMode(ParallelMode):
     """Split the batch over the ranks.
 
-    parallel_style: "replicate", "zero1", "zero2" or "fully_shard", see DataParallelStyle.
+    parallel_style: "replicate", "zero1", "zero2", "fully_shard" or "hybrid_shard", see DataParallelStyle.
     input_batch_dim, replicated_inputs: see ParallelMode.
+    axis: name of the mesh axis, for compose(); of both for "hybrid_shard".
     buffers: "global": batch norm takes the statistics of the whole batch, as on one device. "local": each rank normalizes its share by its own
         statistics, and the running ones are averaged over the ranks; faster, and no longer what one device computes.
 
@@ -50,6 +56,7 @@ class DataParallelMode(ParallelMode):
     parallel_style: DataParallelStyle | str = DataParallelStyle.FULLY_SHARD
     input_batch_dim: int = 0
     replicated_inputs: tuple[str, ...] = ()
+    axis: str | tuple[str, ...] | None = None
     buffers: Literal["global", "local"] = "global"
 
     def __post_init__(self) -> None:
@@ -61,31 +68,42 @@ class DataParallelMode(ParallelMode):
         object.__setattr__(self, "parallel_style", DataParallelStyle(self.parallel_style))
         object.__setattr__(self, "replicated_inputs", tuple(self.replicated_inputs))
 
-    def constraints(self, step: StepGraph, world: int) -> Constraints:
-        values = [ph.meta["val"] for ph in step.placeholders]
-        inputs = tuple(self.place(spec, val, world) for spec, val in zip(step.inputs, values, strict=True))
+    def over(self, shape: Sequence[int], names: Sequence[str] = ()) -> tuple[ParallelMode, ...]:
+        if self.parallel_style is not DataParallelStyle.HYBRID_SHARD:
+            return super().over(shape, names)
+        if len(shape) != 2:
+            what = f"hybrid_shard replicates along one mesh axis and shards along another, the mesh has {len(shape)}{called(names)}"
+            raise PlacementError(
+                f'{what}: pass mesh=init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("node", "gpu"))'
+            )
+        along = (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD)
+        return tuple(replace(self, parallel_style=style) for style in along)
+
+    def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
+        nodes = step.placeholders
+        inputs = tuple(self.place(spec, ph, axis) for spec, ph in zip(step.inputs, nodes, strict=True))
         parameters = {x.name: p for x, p in zip(step.inputs, inputs, strict=True) if x.role is Role.PARAMETER}
         scattered = self.parallel_style in (DataParallelStyle.ZERO2, DataParallelStyle.FULLY_SHARD)
         gradients = {
-            x.name: state_shard(val.shape, world) if scattered else R
-            for x, val in zip(step.inputs, values, strict=True)
+            x.name: split(ph, axis) if scattered else R
+            for x, ph in zip(step.inputs, nodes, strict=True)
             if x.role is Role.PARAMETER
         }
         outputs = tuple(
-            self.result(out, x, inputs, parameters, world) for out, x in zip(step.outputs, step.results, strict=True)
+            self.result(out, x, inputs, parameters, axis) for out, x in zip(step.outputs, step.results, strict=True)
         )
-        return Constraints(inputs, outputs, gradients=gradients, buffers=self.buffers)
+        return Constraints(inputs, outputs, gradients=gradients, blocks=axis.blocks, buffers=self.buffers)
 
-    def place(self, spec: Input, val: object, world: int) -> Layout | None:
-        if not isinstance(val, torch.Tensor):
+    def place(self, spec: Input, ph: fx.Node, axis: Axis) -> Layout | None:
+        if not isinstance(ph.meta["val"], torch.Tensor):
             return None
         if spec.role is Role.USER:
-            return R if spec.batch_dim is None else shard(spec.batch_dim, val.shape[spec.batch_dim])
-        return self.at_rest(spec.role, val, world)
+            return R if spec.batch_dim is None else batch_share(ph, spec.batch_dim, axis)
+        return self.at_rest(spec.role, ph, axis)
 
-    def at_rest(self, role: Role, val: torch.Tensor, world: int) -> Layout:
-        """Split on the first dim that has a row for each rank. A gradient that lives on lies as its parameter does."""
-        return state_shard(val.shape, world) if role in SPLIT[DataParallelStyle(self.parallel_style)] else R
+    def at_rest(self, role: Role, x: fx.Node, axis: Axis) -> Layout:
+        """A gradient that lives on lies as its parameter does."""
+        return split(x, axis) if role in SPLIT[DataParallelStyle(self.parallel_style)] else R
 
     def result(
         self,
@@ -93,12 +111,23 @@ class DataParallelMode(ParallelMode):
         x: object,
         inputs: tuple[Layout | None, ...],
         parameters: dict[str, Layout | None],
-        world: int,
+        axis: Axis,
     ) -> Layout | None:
         if out.updates is not None:
             return inputs[out.updates]
         if out.role is Role.GRADIENT or out.grad_of:
             return parameters[out.grad_of or out.name.removesuffix(".grad")]
         if out.role is Role.STATE and isinstance(x, fx.Node):  # made by this very step
-            return self.at_rest(Role.STATE, x.meta["val"], world)
+            return self.at_rest(Role.STATE, x, axis)
         return None
+
+
+def split(x: fx.Node, axis: Axis) -> Layout:
+    """On the first dim that has a row for each rank."""
+    return state_shard(x.meta["val"].shape, axis.world, x.meta.get("uneven", ()))
+
+
+def batch_share(x: fx.Node, dim: int, axis: Axis) -> Sharded:
+    """Each rank's share of the dim that carries the batch, in mesh order: the axes before cut it in blocks."""
+    blocks = axis.blocks or 1
+    return Sharded(dim, blocks, x.meta["val"].shape[dim] // blocks, 1)

@@ -66,6 +66,9 @@ from torch.distributed.tensor._dtensor_spec import (
 )  # mesh, placements, global shape and stride
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta  # the latter two, and dtype
 
+# A dim that two mesh axes split: the placement on the earlier one.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
 # Capture: which fake mode a tensor belongs to.
 from torch._guards import detect_fake_mode as detect_fake_mode
 

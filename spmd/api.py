@@ -3,7 +3,7 @@
 capture   the plain step          -> StepGraph, global, symbolic in the batch      spmd/capture
 at        a batch size            -> StepGraph with numbers                        spmd/graph
 mode      policy                  -> Constraints                                   spmd/modes
-propagate, partition              -> LocalGraph, this rank's program               spmd/sharding
+propagate, divide, partition      -> LocalGraph, this rank's program               spmd/sharding
 passes    optimizations           -> LocalGraph                                    spmd/passes
 bind, execute                     -> storage, agreement between ranks, a callable  spmd/runtime
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd.capture import Capture
 from spmd.counter.rewrite import rewrite
-from spmd.errors import PlacementError
 from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import Role, StepGraph
@@ -31,8 +31,8 @@ from spmd.runtime.programs import Program, Programs
 from spmd.runtime.progress import Stages
 from spmd.runtime.world import World
 from spmd.sharding.constraints import pin
-from spmd.sharding.partition import Axis, partition
-from spmd.sharding.propagate import propagate
+from spmd.sharding.partition import divide, partition
+from spmd.sharding.propagate import Plan, propagate
 
 if TYPE_CHECKING:
     from spmd.report.explain import Explanation  # reports stand above: imported when asked for
@@ -114,22 +114,26 @@ class CompiledStep(Generic[P, T]):
 
 
 def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: ParallelMode, world: World) -> LocalGraph:
-    """This rank's program for a captured graph."""
-    if len(world.shape) != 1:
-        raise PlacementError(
-            f"{type(mode).__name__} works on one mesh axis, the mesh has {len(world.shape)}: pass mesh[...] with one axis"
-        )
-    concrete = rewrite(at(step, batch))
+    """This rank's program for a captured graph: cut along one mesh axis after the other, the last first."""
+    concrete = part = rewrite(at(step, batch))
     verify_step(concrete)
     known = {
-        s.input.name: found[0]
+        s.input.name: found
         for s in captured.slots
         if s.tensor is not None and s.input.role is not Role.GRADIENT and (found := placed(s.tensor)) is not None
     }
-    constraints = pin(mode.constraints(concrete, world.size), concrete, known)
-    plan = propagate(concrete, constraints, world.size)
-    group = world.group(0).group_name if world.mesh is not None else ""
-    return partition(concrete, plan, Axis(world.size, world.rank, group))
+    modes = mode.over(world.shape, world.names)
+    plans: list[Plan] = []
+    for axis, policy in reversed(list(zip(world.axes([m.splits_batch for m in modes]), modes, strict=True))):
+        lies = {name: layouts[axis.index] for name, layouts in known.items()}
+        plans.insert(0, propagate(part, pin(policy.constraints(part, axis), part, lies), axis.world))
+        if axis.index:
+            part = divide(part, plans[0], axis)
+    local = partition(part, plans[0], axis, agree=world.size > 1)
+    outputs = [None if None in places else places for places in zip(*(plan.outputs for plan in plans), strict=True)]
+    fallbacks = [node for plan in reversed(plans) for node in plan.fallbacks]
+    local = replace(local, step=concrete, outputs=tuple(outputs), fallbacks=fallbacks)
+    return replace(local, mesh_shape=world.shape, coordinate=world.coordinate)
 
 
 @overload
@@ -173,7 +177,7 @@ def compile(
     Args:
         func: the step: any function, method or partial. Use as a decorator with or without arguments.
         parallel_mode: how tensors lie on the mesh. Default: DataParallelMode("fully_shard").
-        mesh: the mesh, of one axis; default: all ranks of the default process group, made from torchrun's environment if it doesn't exist.
+        mesh: the mesh, of as many axes as the mode works on; default: all ranks of the default process group, made from torchrun's environment if it doesn't exist.
         passes: "default", "none", a spec such as "dedup,bucket{cap_mb=25}" or "default,-overlap", a PassPipeline, or a list of passes, specs and
             callables from GraphModule to GraphModule. The variable SPMD_PASSES, a spec, stands above it; "default" in it is what's given here.
         seed: random numbers come from a generator of the step's own with this seed; default: they're those of rank 0's default generator.

@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from spmd._torch import make_fx
 from spmd.debug import run_lockstep
+from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Output, Role, StepGraph
 from spmd.sharding.layout import Layout, Partial, take
-from spmd.sharding.partition import Axis, partition
+from spmd.sharding.partition import partition
 from spmd.sharding.propagate import Plan
 
 F64 = torch.float64

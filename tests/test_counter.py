@@ -112,7 +112,7 @@ def test_dropout_is_equal_on_any_number_of_ranks(world: World, ranks: int) -> No
 
 def test_dropout_in_gpt_with_checkpointing(world: World) -> None:
     """Recomputed regions drop out the same elements: the results are those without checkpointing."""
-    for found in world.run(gpt, 3, "fully_shard", "free"):
+    for found in world.run(gpt, 2, "fully_shard", "free"):
         close(found, alone(gpt, "fully_shard", ""))
 
 
@@ -126,7 +126,7 @@ def test_dropout_in_gpt(world: World, style: str, ranks: int, recompute: str) ->
 
 
 def test_parts_may_be_strided(world: World) -> None:
-    for found in world.run(sequence_first, 3, "fully_shard"):
+    for found in world.run(sequence_first, 2, "fully_shard"):
         close(found, alone(sequence_first, "fully_shard"))
 
 

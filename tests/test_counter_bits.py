@@ -19,9 +19,10 @@ from torch import Tensor
 from spmd._torch import make_fx
 from spmd.counter import bits, keys
 from spmd.debug import run_lockstep
+from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Output, Role, StepGraph
 from spmd.sharding.layout import R, Sharded, join
-from spmd.sharding.partition import Axis, partition
+from spmd.sharding.partition import partition
 from spmd.sharding.propagate import Choice, Plan
 from spmd.sharding.rule import Call
 from spmd.sharding.table import TABLE
@@ -116,7 +117,7 @@ def test_ranks_draw_their_parts_of_any_layout(case: tuple[list[int], Sharded, in
     step = StepGraph(module, (Input(Role.RANDOM, "key"),), (Output(Role.USER, "y"),))
     (placeholder,), (node,) = step.placeholders, step.results
     call = Call(node)
-    plan = Plan(0, world, {placeholder: R, node: layout}, outputs=[layout])
+    plan = Plan(world, 1, {placeholder: R, node: layout}, outputs=[layout])
     plan.choices[node] = Choice(call, TABLE["spmd::random_bits"](call), [None], [layout])
     graphs = [partition(step, plan, Axis(world, r, "0")) for r in range(world)]
     parts = [out[0] for out in run_lockstep(graphs, [[key]] * world)]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from spmd.graph.axis import Axis
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.decompose import TABLE
 from spmd.sharding.layout import R, Sharded, join
-from spmd.sharding.partition import Axis, partition
+from spmd.sharding.partition import partition
 from spmd.sharding.propagate import propagate
 from tests.parts import F64, ints, rand, run, step_graph
 

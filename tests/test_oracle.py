@@ -17,21 +17,18 @@ WORLDS = (1, 2, 3, 4)
 
 
 def _usual(case: Case, style: str, W: int, single: bool) -> bool:
-    """What runs each time: every case sharded unevenly, a few replicated and at every size; `make test-all` runs the rest.
+    """What runs each time: every case, and a few at every size; `make test-all` runs the rest.
 
     A rank costs as much as a case: each traces for itself.
     """
     if case.needs:
-        return (style, W, single) == ("fully_shard", 2, False)
-    if case.name in REPRESENTATIVE:
-        usual = {
-            ("fully_shard", 1, False),
-            ("replicate", 2, False),
-            ("fully_shard", 3, False),
-            ("fully_shard", 4, True),
-        }
-        return (style, W, single) in usual
-    return (style, W, single) == ("fully_shard", 2 if case.name.startswith("optim_") else 3, False)
+        return case.name in ("hf_gpt2", "hf_t5") and (style, W, single) == ("fully_shard", 2, False)
+    if case.name in REPRESENTATIVE[:6] and (style, W, single) in {("fully_shard", 1, False), ("fully_shard", 4, True)}:
+        return True
+    if case.name in REPRESENTATIVE and (style, W, single) == ("replicate", 2, False):
+        return True
+    uneven = case.name in REPRESENTATIVE or case.name.startswith(("params_", "mixing_", "loss_", "batch_"))
+    return (style, W, single) == ("fully_shard", 3 if uneven else 2, False)
 
 
 def _matrix() -> Iterator[Any]:
@@ -63,6 +60,10 @@ def _stages() -> Iterator[Any]:
         for name in STAGED:
             marks = () if name in STAGED[:2] else pytest.mark.slow
             yield pytest.param(name, style, 3, False, id=f"{name}-{style}-3", marks=marks)
+    for name, case in CASES.items():
+        if case.samples == (2,) and not case.needs:
+            marks = () if name in ("params_odd", "accumulate_chunks", "mixing_logsumexp") else pytest.mark.slow
+            yield pytest.param(name, "hybrid_shard", 4, False, id=f"{name}-hybrid_shard-4", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "style", "W", "single"), [*_matrix(), *_stages()])

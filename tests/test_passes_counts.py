@@ -50,7 +50,7 @@ def ops(graph: LocalGraph) -> Counter[str]:
     return Counter(c.op for c in graph.collectives)
 
 
-@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize("W", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_fifty_tiny_parameters_are_reduced_at_once(W: int) -> None:
     """The loss goes with them."""
     graph = optimized(train, nn.Sequential(*(nn.Linear(4, 4) for _ in range(25))), "replicate", W)
@@ -71,7 +71,7 @@ def deep(blocks: int) -> nn.Module:
     return nn.Sequential(*(block() for _ in range(blocks)))
 
 
-@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize("W", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_large_block_is_gathered_twice_and_reduced_once(W: int) -> None:
     graph = optimized(train, deep(12), "fully_shard", W, LARGE)
     blocks = [Counter(c.op for c in graph.collectives if c.fqn.startswith(f"{i}.")) for i in range(12)]

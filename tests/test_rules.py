@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from spmd.graph.axis import Axis
 from spmd.graph.step import StepGraph
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.layout import Layout, Partial, R, Sharded, join, shard
-from spmd.sharding.partition import Axis, partition
+from spmd.sharding.partition import partition
 from spmd.sharding.propagate import Choice, Plan, propagate
 from spmd.sharding.rule import Call
 from spmd.sharding.sources import rule_for
@@ -338,7 +339,7 @@ def test_a_rule_is_what_the_op_does(name: str, world: int) -> None:
         step = step_graph(fn, args)
         call = op_call(step)
         place = dict(zip(call.tensors, wants, strict=True))
-        plan = Plan(0, world)
+        plan = Plan(world)
         for node in step.graph.nodes:
             if node.op == "call_function":
                 plan.layouts[node] = R
@@ -422,8 +423,13 @@ def test_pieces_of_the_batch_are_joined_and_cut_without_moving(world: int) -> No
 SHARDS = [R, Partial(), shard(0, 7), shard(1, 6), Sharded(1, 2, 3, 1), Sharded(1, 1, 3, 2), Sharded(1, 3, 2, 1)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [F64, torch.int64, torch.complex128, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(
+    ("dtype", "world"),
+    [
+        *((F64, world) for world in (2, 3, 4)),
+        *((dtype, 3) for dtype in (torch.int64, torch.complex128, torch.bfloat16, torch.float8_e4m3fn, torch.bool)),
+    ],
+)
 def test_redistribution_keeps_the_whole(world: int, dtype: torch.dtype) -> None:
     """From every layout to every other: the joined parts are the tensor that was there."""
     x = (rand(7, 6) * 10).round().to(dtype)
@@ -433,7 +439,7 @@ def test_redistribution_keeps_the_whole(world: int, dtype: torch.dtype) -> None:
                 continue
             step = step_graph(lambda t: aten.alias.default(t), (x,))
             node = next(n for n in step.graph.nodes if n.op == "call_function")
-            plan = Plan(0, world)
+            plan = Plan(world)
             plan.layouts = {step.placeholders[0]: a, node: a}
             plan.choices = {node: Choice(Call(node), rule_for(Call(node)), [a], [a])}
             plan.outputs = [b]

@@ -127,12 +127,16 @@ def _two_axes() -> None:
     ranks = Ranks.of(init_device_mesh("cpu", (2, 2)))
     assert ranks.rank == ranks.coordinate[0] * 2 + ranks.coordinate[1] and ranks.size == 4
     whole = torch.randn(5, 3)
-    for layouts in ((R, shard(0, 5)), (shard(1, 3), shard(0, 5)), (shard(0, 5), R)):
+    left = shard(0, 3 - ranks.coordinate[1])  # the first axis splits what the second leaves
+    for layouts in ((R, shard(0, 5)), (shard(1, 3), shard(0, 5)), (shard(0, 5), R), (left, shard(0, 5))):
         storage = Storage.of("w", whole.clone(), layouts, ranks)
         assert torch.equal(storage.full(), whole)
         assert torch.equal(storage.tensor.full_tensor(), whole)
-    with pytest.raises(PlacementError):
-        Storage.of("w", whole, (shard(0, 5), shard(0, 5)), ranks)
+        assert layouts_of(storage.tensor) == layouts
+        storage.load(whole + 1)
+        assert torch.equal(storage.tensor.full_tensor(), whole + 1)
+    with pytest.raises(PlacementError, match="placement can't be kept"):
+        layouts_of(DTensor.from_local(torch.ones(2, 3), ranks.mesh, [Shard(0), Shard(0)], run_check=False))
 
 
 def test_two_mesh_axes(world: World) -> None:

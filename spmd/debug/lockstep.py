@@ -1,4 +1,4 @@
-"""Run the local graphs of all ranks of one axis in one process, node by node, with the collectives computed across them."""
+"""Run the local graphs of all ranks in one process, node by node, with the collectives computed across them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def run_lockstep(graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Any]]) 
 
     Random ops draw once: every rank sees the same numbers. Raises VerifyError where the programs aren't the same node for node.
     """
-    world = len(graphs)
     env: list[dict[fx.Node, Any]] = [{} for _ in graphs]
     values = [iter([*x, lambda: None]) for x in inputs]
     for nodes in zip(*(list(g.graph.nodes) for g in graphs), strict=True):
@@ -40,7 +39,11 @@ def run_lockstep(graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Any]]) 
         elif node.op == "get_attr":
             results = [getattr(g.module, node.target) for g in graphs]
         elif "collective" in node.meta:
-            results = exchange(node.target, [a[0] for a in args], world)
+            results = [None] * len(graphs)
+            for ranks in along(graphs, node.meta["collective"].axis):
+                found = exchange(node.target, [args[r][0] for r in ranks])
+                for r, x in zip(ranks, found, strict=True):
+                    results[r] = x
         else:
             state = torch.get_rng_state()
             results = []
@@ -54,8 +57,16 @@ def run_lockstep(graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Any]]) 
     raise VerifyError("the program has no output")
 
 
-def exchange(target: Any, args: list[tuple[Any, ...]], world: int) -> list[torch.Tensor]:
-    parts = [a[0] for a in args]
+def along(graphs: Sequence[LocalGraph], axis: int) -> list[list[int]]:
+    """The groups of ranks along a mesh axis: those that differ in nothing but their place on it."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for r, graph in enumerate(graphs):
+        groups.setdefault(graph.coordinate[:axis] + graph.coordinate[axis + 1 :], []).append(r)
+    return list(groups.values())
+
+
+def exchange(target: Any, args: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    parts, world = [a[0] for a in args], len(args)
     if target is c10d.all_gather_into_tensor.default:
         return [torch.cat(parts)] * world
     if target is c10d.reduce_scatter_tensor.default:

@@ -7,6 +7,7 @@ Node metadata, set at capture and kept by everything after:
   module    FQN of the module that ran it, "" outside modules
   grad_of   FQN of the parameter whose accumulated gradient the node is
   varies    after `at()`: how each dim of each tensor depends on the global batch, see `at`
+  layouts, uneven  once the graph has been cut along other mesh axes: the layouts there, and dims whose size differs from rank to rank
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rich.text import Text
 from spmd.graph.local import Collective, LocalGraph, PassRecord
 from spmd.graph.provenance import where
 from spmd.graph.step import STORED
-from spmd.sharding.layout import padded_shape
+from spmd.sharding.layout import buffer_shape
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,15 @@ def gathered(node: fx.Node, local: LocalGraph) -> int:
     moved = {one.value: one.nbytes for c in local.collectives for one in (c.members or (c,))}
     total = 0
     for x in node.all_input_nodes:
-        while x.name not in moved and (schema := getattr(x.target, "_schema", None)) and schema.returns[0].alias_info:
+        while name(x) not in moved and (schema := getattr(x.target, "_schema", None)) and schema.returns[0].alias_info:
             x = x.all_input_nodes[0]
-        total += moved.get(x.name, 0)
+        total += moved.get(name(x), 0)
     return total
+
+
+def name(node: fx.Node) -> str:
+    """Of the step's node that one stands for, where other axes have cut it already."""
+    return node.meta.get("step", node.name)
 
 
 def placed(local: LocalGraph) -> list[PlacedTensor]:
@@ -140,9 +145,7 @@ def placed(local: LocalGraph) -> list[PlacedTensor]:
         val: Any = ph.meta["val"]
         if layouts is None or not isinstance(val, torch.Tensor):
             continue
-        shape = val.shape
-        for layout, world in zip(layouts, local.mesh_shape, strict=True):
-            shape = padded_shape(shape, layout, world)  # type: ignore[assignment]
+        shape = buffer_shape(val.shape, layouts, local.mesh_shape, local.coordinate)
         nbytes = torch.Size(shape).numel() * val.element_size()
         rows.append(
             PlacedTensor(str(spec.role), spec.name, tuple(val.shape), val.dtype, ",".join(map(str, layouts)), nbytes)

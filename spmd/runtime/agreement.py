@@ -16,6 +16,7 @@ from spmd.runtime.digest import prefix_digests, tensor_digest, text_digest
 from spmd.runtime.world import World
 
 Sync = Literal["broadcast", "error"]
+ABSTAINS = -(2**62)  # below all votes
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,11 @@ class Agreement:
 
     # ------------------------------------------------------------------------------------------------- exchange
 
-    def begin(self, values: Sequence[int]) -> Pending:
-        """Start one vote, asynchronously. Values are below 2^62 in magnitude, equally many on every rank."""
-        ballot = torch.tensor([*values, *(-v for v in values)], dtype=torch.int64)
+    def begin(self, values: Sequence[int | None]) -> Pending:
+        """Start one vote, asynchronously. Values are below 2^62 in magnitude, equally many on every rank; None abstains."""
+        high = [ABSTAINS if v is None else v for v in values]
+        low = [ABSTAINS if v is None else -v for v in values]
+        ballot = torch.tensor([*high, *low], dtype=torch.int64)
         work = None
         if self.world.size > 1:
             try:
@@ -122,21 +125,36 @@ class Agreement:
                 for i, (text, ranks) in enumerate(sides)
             )
 
-    def same_program(self, lines: Sequence[str], stages: Sequence[tuple[str, str]] = ()) -> None:
-        """Compare programs, one line a node. `stages`: (pass, digest of the program after it), to tell which pass made them differ.
+    def same_program(self, lines: Sequence[str], stages: Sequence[tuple[str, str]] = (), shared: str = "") -> int:
+        """Compare programs, one line a node; on a mesh of several axes among the ranks along the first. Returns a digest of all of them.
+
+        stages: (pass, digest of the program after it), to tell which pass made them differ.
+        shared: the collectives of the other axes, in order: all ranks must agree on them.
 
         Raises:
             AgreementError: naming the first differing node, with each side's line.
         """
-        if self.begin([text_digest(lines)]).wait().agreed():
-            return
-        prefixes = list(prefix_digests(lines))
-        low, high = 0, self.begin([len(lines)]).wait().high[0]
+        mine, parts = self.world.part
+        ballot = [text_digest(lines) if part == mine else None for part in range(parts)]
+        votes = self.begin([*ballot, text_digest([shared])]).wait()
+        differ = [part for part in range(parts) if votes.low[part] != votes.high[part]]
+        if differ:
+            raise self._differing(lines if differ[0] == mine else None, stages)
+        if not votes.agreed(parts):
+            self.resolve(None, f"its collectives along the mesh's later axes are {shared}")
+        return text_digest(map(str, votes.high))
+
+    def _differing(self, lines: Sequence[str] | None, stages: Sequence[tuple[str, str]]) -> AgreementError:
+        """Find the first line in which programs differ; ranks without `lines` only take part."""
+        prefixes = list(prefix_digests(lines or ()))
+        low, high = 0, self.begin([None if lines is None else len(lines)]).wait().high[0]
         while low + 1 < high:  # lines [0, low) are equal everywhere, [0, high) aren't
             middle = (low + high) // 2
-            equal = self.begin([prefixes[middle - 1] if middle <= len(prefixes) else 0]).wait().agreed()
+            mine = prefixes[middle - 1] if middle <= len(prefixes) else 0
+            equal = self.begin([None if lines is None else mine]).wait().agreed()
             low, high = (middle, high) if equal else (low, middle)
-        answers = self.objects((lines[low] if low < len(lines) else "the program ends here", tuple(stages)))
+        line = None if lines is None else lines[low] if low < len(lines) else "the program ends here"
+        answers = self.objects((line, tuple(stages)))
         sides = _sides([line for line, _ in answers])
         what = [
             f"the ranks' programs differ first at node {low}:",
@@ -145,10 +163,10 @@ class Agreement:
         remedy = (
             "a branch or size that depends on the rank can't be in the step; pass it as an argument, equal on all ranks"
         )
-        if (guilty := _guilty([found for _, found in answers])) is not None:
+        if (guilty := _guilty([found for line, found in answers if line is not None])) is not None:
             what.append(f"        they were equal before the pass {guilty!r}")
             remedy = f'leave it out: passes="default,-{guilty}"'
-        raise AgreementError(Offence("\n".join(what), remedy=remedy))
+        return AgreementError(Offence("\n".join(what), remedy=remedy))
 
     def same_state(self, tensors: Iterable[tuple[str, torch.Tensor | None]], sync: Sync = "broadcast") -> list[str]:
         """Compare whole tensors (initial parameters, buffers, states). Where ranks differ all get the first rank's.
@@ -227,11 +245,12 @@ def _guilty(stages: Sequence[Sequence[tuple[str, str]]]) -> str | None:
     return None
 
 
-def _sides(texts: Sequence[str]) -> list[tuple[str, list[int]]]:
+def _sides(texts: Sequence[str | None]) -> list[tuple[str, list[int]]]:
     """Different texts, each with the ranks that have it."""
     sides: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
-        sides.setdefault(text, []).append(rank)
+        if text is not None:
+            sides.setdefault(text, []).append(rank)
     return list(sides.items())
 
 

@@ -7,6 +7,7 @@ it lacks, then they compare outcome, program and state, bind, and call again.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ from spmd.modes import ParallelMode
 from spmd.runtime.agreement import Agreement, Sync, Votes
 from spmd.runtime.binding import Binding, placed
 from spmd.runtime.counter import CounterDraws
-from spmd.runtime.digest import text_digest
 from spmd.runtime.execute import Executor
 from spmd.runtime.progress import Stages
 from spmd.runtime.random import Draws
@@ -47,12 +47,13 @@ class Program:
     local: LocalGraph
     init: LocalGraph | None = None  # makes the optimizer state that doesn't exist yet
     run: Executor | None = None
-    key: int = 0  # digest of the program's text, equal on all ranks
+    key: int = 0  # digest of the programs of all ranks, once they have agreed
 
     def __post_init__(self) -> None:
         self.lines = fingerprint_lines(self.local)
         self.stages = [(record.name, record.digest) for record in self.local.history]
-        self.key = text_digest(self.lines)
+        later = sorted((c for c in self.local.collectives if c.axis), key=lambda c: c.axis)  # in program order on each
+        self.moves = ", ".join(f"{c.op} of {c.tensor} on axis {c.axis}" for c in later)
         slots = self.captured.slots
         whole = [s for s in slots if s.input.role is Role.USER and s.input.batch_dim is None]
         self.shared = [(s.input.name, reader(s)) for s in whole]  # tensors that every rank must hold alike
@@ -152,6 +153,8 @@ class Programs:
     def _join(self) -> World:
         if self.world is None:
             self.world = self._find_world()
+            modes = self.mode.over(self.world.shape, self.world.names)
+            self.shares = math.prod(n for n, m in zip(self.world.shape, modes, strict=True) if m.splits_batch)
             self.agreement = Agreement(self.world)
             self.draws = self.counter or Draws(self.agreement, self.seed)
         return self.world
@@ -212,7 +215,7 @@ class Programs:
     def _batch(self, variant: Variant, leaves: Sequence[Any]) -> int | None:
         """The global batch size of a call."""
         local = variant.local_batch(leaves)
-        return None if local is None else local * self._join().size
+        return None if local is None else local * self.shares
 
     def _variant(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> Variant | None:
         for variant in self.variants:
@@ -271,7 +274,7 @@ class Programs:
                     kwargs,
                     batch_dim=self.mode.input_batch_dim,
                     replicated=self.mode.replicated_inputs,
-                    global_batch=lambda local: local * self._join().size,
+                    global_batch=lambda local: local * self.shares,
                     lifted=self.lifted,
                 )
             if self.counter is not None:
@@ -314,11 +317,13 @@ class Programs:
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         size = program.local.step.size if program is not None else None
-        share = f"its share of the batch has {size // world.size} samples" if size is not None else "it passes no batch"
+        share = (
+            f"its share of the batch has {size // self.shares} samples" if size is not None else "it passes no batch"
+        )
         agreement.resolve(error, share)
         assert variant is not None and program is not None
         with stages("agree"):
-            agreement.same_program(program.lines, program.stages)
+            program.key = agreement.same_program(program.lines, program.stages, program.moves)
             if self.counter is not None:
                 self.counter.agree(agreement)
             new, unbound = agreement.begin([int(program.run is None), int(variant.binding is None)]).wait().high

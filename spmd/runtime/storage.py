@@ -6,6 +6,7 @@ the buffer's real part, which is the DTensor's local tensor. Padding starts as z
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,18 @@ from spmd import _torch
 from spmd.errors import Offence, PlacementError
 from spmd.graph.local import Layouts
 from spmd.runtime.world import World
-from spmd.sharding.layout import Layout, R, Replicated, Sharded, bounds, local_shape, padded_shape, shard, take
+from spmd.sharding.layout import (
+    Layout,
+    R,
+    Replicated,
+    Sharded,
+    bounds,
+    buffer_shape,
+    local_shape,
+    padded_shape,
+    shard,
+    take,
+)
 
 
 class Storage:
@@ -190,34 +202,43 @@ class Storage:
 
 
 def placements_of(name: str, layouts: Layouts, shape: Sequence[int], world: World) -> tuple[Placement, ...]:
-    """torch's placements for a tensor at rest.
+    """torch's placements for a tensor at rest. Where several axes split a dim, the earlier ones split what the later ones leave: strided shards.
 
     Raises:
-        PlacementError: a layout has no torch placement, or two axes split one dim.
+        PlacementError: a layout has no torch placement.
     """
     found: list[Placement] = []
-    for layout, ranks in zip(layouts, world.shape, strict=True):
-        placement = _placement(layout, ranks)
-        if placement is None or (isinstance(placement, Shard) and placement in found):
+    for axis, layout in enumerate(layouts):
+        placement = _placement(layout, world.shape[axis], split_by(layout, axis, layouts, world.shape))
+        if placement is None:
             text = f"({', '.join(map(str, layouts))}) of shape {tuple(shape)}"
             raise PlacementError(
                 Offence(
                     "a stored tensor is split in a way that a DTensor can't say",
                     fqn=name,
                     tried=text,
-                    remedy="keep it R or S(dim) on each axis, a dim on one axis",
+                    remedy="keep it R or S(dim) on each axis",
                 )
             )
         found.append(placement)
     return tuple(found)
 
 
-def _placement(layout: Layout, ranks: int) -> Placement | None:
+def split_by(layout: Layout, axis: int, layouts: Layouts, mesh: Sequence[int]) -> int:
+    """Into how many parts the axes after `axis` cut the dim that it cuts."""
+    dim = getattr(layout, "dim", None)
+    return math.prod(
+        n for n, x in zip(mesh[axis + 1 :], layouts[axis + 1 :], strict=True) if getattr(x, "dim", -1) == dim
+    )
+
+
+def _placement(layout: Layout, ranks: int, parts: int) -> Placement | None:
     if isinstance(layout, Replicated):
         return Replicate()
     if isinstance(layout, Sharded):
         fine = layout.canonical(ranks)
-        return Shard(fine.dim) if fine.outer == fine.inner == 1 else None
+        if fine.outer == fine.inner == 1:
+            return _torch.StridedShard(fine.dim, split_factor=parts) if parts > 1 else Shard(fine.dim)
     return None
 
 
@@ -225,23 +246,28 @@ def layouts_of(value: DTensor, name: str = "") -> Layouts:
     """The layouts of a DTensor, one a mesh axis.
 
     Raises:
-        PlacementError: it is partial, strided, or one dim is split on two axes.
+        PlacementError: it is partial, or strided otherwise than by the axes after.
     """
-    found: list[Layout] = []
-    for placement in value.placements:
-        layout = shard(placement.dim, value.shape[placement.dim]) if type(placement) is Shard else R
-        if type(placement) not in (Shard, Replicate) or (isinstance(layout, Sharded) and layout in found):
-            tried = f"placements {tuple(value.placements)}"
-            raise PlacementError(
-                Offence(
-                    "a parameter's placement can't be kept at rest",
-                    fqn=name,
-                    tried=tried,
-                    remedy="redistribute it to Shard(dim) or Replicate()",
-                )
+    mesh, shape = value.device_mesh, tuple(value.shape)
+    found: Layouts = (R,) * mesh.ndim
+    for axis, placement in reversed(list(enumerate(value.placements))):
+        if isinstance(placement, (Shard, _torch.StridedShard)):
+            layout = shard(placement.dim, shape[placement.dim])
+            found = (*found[:axis], layout, *found[axis + 1 :])
+            if placement == _placement(layout, mesh.shape[axis], split_by(layout, axis, found, mesh.shape)):
+                shape = local_shape(shape, layout, mesh.shape[axis], mesh.get_local_rank(axis))
+                continue
+        elif isinstance(placement, Replicate):
+            continue
+        raise PlacementError(
+            Offence(
+                "a parameter's placement can't be kept at rest",
+                fqn=name,
+                tried=f"placements {tuple(value.placements)}",
+                remedy="redistribute it to Shard(dim) or Replicate()",
             )
-        found.append(layout)
-    return tuple(found)
+        )
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------- parts
@@ -255,7 +281,7 @@ def part(value: torch.Tensor, layouts: Layouts, world: World) -> torch.Tensor:
         if value.device_mesh == world.mesh:
             return (value if value.placements == target else value.redistribute(placements=target)).to_local()
         value = value.full_tensor()
-    for axis, layout in enumerate(layouts):
+    for axis, layout in reversed(list(enumerate(layouts))):
         value = take(value, layout, world.shape[axis], world.coordinate[axis])
     return value
 
@@ -283,7 +309,7 @@ def local_part(value: torch.Tensor, layouts: Layouts, world: World) -> torch.Ten
 
 def part_shape(shape: Sequence[int], layouts: Layouts, world: World) -> tuple[int, ...]:
     """Shape of this rank's part of a tensor of `shape`."""
-    for axis, layout in enumerate(layouts):
+    for axis, layout in reversed(list(enumerate(layouts))):
         shape = local_shape(shape, layout, world.shape[axis], world.coordinate[axis])
     return tuple(map(int, shape))
 
@@ -296,19 +322,27 @@ def _real_part(buffer: torch.Tensor, shape: Sequence[int], layouts: Layouts, wor
 
 def _gather(padded: torch.Tensor, shape: Sequence[int], layouts: Layouts, world: World) -> torch.Tensor:
     """The whole tensor from every rank's padded buffer, moved as bytes: gloo refuses some types."""
+    shapes = [tuple(shape)]  # of what each axis leaves to those before, from the last axis on
+    for axis in reversed(range(1, len(layouts))):
+        shapes.append(
+            tuple(map(int, local_shape(shapes[-1], layouts[axis], world.shape[axis], world.coordinate[axis])))
+        )
     for axis, layout in enumerate(layouts):
+        whole = shapes.pop()
         if not isinstance(layout, Sharded) or world.mesh is None:
             continue
-        ranks = world.shape[axis]
+        ranks, dim = world.shape[axis], layout.dim
+        chunk = padded_shape(whole, layout, ranks)
+        if padded.shape != chunk:  # what an axis before has joined
+            padded = torch.cat(
+                [padded, padded.new_zeros((*chunk[:dim], chunk[dim] - padded.shape[dim], *chunk[dim + 1 :]))], dim
+            )
         flat = padded.contiguous().reshape(-1).view(torch.uint8)
         parts = [torch.empty_like(flat) for _ in range(ranks)]
         dist.all_gather(parts, flat, group=world.group(axis))
-        lengths = [b - a for a, b in (bounds(shape[layout.dim], ranks, r) for r in range(ranks))]
-        pieces = [
-            p.view(padded.dtype).view(padded.shape).narrow(layout.dim, 0, n)
-            for p, n in zip(parts, lengths, strict=True)
-        ]
-        padded = torch.cat(pieces, layout.dim)
+        lengths = [b - a for a, b in (bounds(whole[dim], ranks, r) for r in range(ranks))]
+        pieces = [p.view(padded.dtype).view(chunk).narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)]
+        padded = torch.cat(pieces, dim)
     return padded
 
 
@@ -344,8 +378,5 @@ def _allocate(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    for axis, layout in enumerate(layouts):
-        shape = padded_shape(shape, layout, world.shape[axis])
-    return torch.empty_strided(
-        tuple(shape), dense_stride(shape, stride), dtype=dtype, device=device or world.device
-    ).zero_()
+    shape = buffer_shape(shape, layouts, world.shape, world.coordinate)
+    return torch.empty_strided(shape, dense_stride(shape, stride), dtype=dtype, device=device or world.device).zero_()

@@ -46,7 +46,7 @@ class Vote:
             self.agreement.resolve(None, "")
         if not votes.agreed(2, 3):
             assert self.program is not None
-            self.agreement.same_program(self.program.lines, self.program.stages)
+            self.agreement.same_program(self.program.lines, self.program.stages, self.program.moves)
         if not votes.agreed(3, 4):
             self.agreement.same_inputs(shared)
         if not votes.agreed(4, 5):

@@ -6,6 +6,7 @@ import atexit
 import math
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmd.errors import StateError
+from spmd.graph.axis import Axis
 
 TIMEOUT = 600.0  # seconds; torch's own default for NCCL. Ranks wait for one that writes a checkpoint, so not less.
 
@@ -46,6 +48,28 @@ class World:
         for place, length in zip(self.coordinate, self.shape, strict=True):
             index = index * length + place
         return index
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which of how many parts of the mesh this rank is in: those that differ in nothing but their place on the first axis run one program."""
+        index = 0
+        for place, length in zip(self.coordinate[1:], self.shape[1:], strict=True):
+            index = index * length + place
+        return index, math.prod(self.shape[1:])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the mesh's axes, where they have any."""
+        return (self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
+
+    def axes(self, splits: Sequence[bool]) -> list[Axis]:
+        """The mesh axes as this rank sees them. `splits`: for each, whether it splits the batch."""
+        found, blocks = [], 1
+        for i, (ranks, split) in enumerate(zip(self.shape, splits, strict=True)):
+            group = self.group(i).group_name if self.mesh is not None else f"{i}"
+            found.append(Axis(ranks, self.coordinate[i], group, i, blocks if split else None))
+            blocks *= ranks if split else 1
+        return found
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """The data group along a mesh axis."""

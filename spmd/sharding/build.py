@@ -44,7 +44,7 @@ class Build:
     def stamp(self, node: fx.Node) -> None:
         if self.origin is not None:
             node.meta.update({k: self.origin.meta[k] for k in PROVENANCE if k in self.origin.meta})
-            node.meta["step"] = self.origin.name
+            node.meta["step"] = self.origin.meta.get("step", self.origin.name)
 
     def val(self, node: fx.Node) -> torch.Tensor:
         return node.meta["val"]

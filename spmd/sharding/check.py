@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from spmd._torch import FakeTensorMode, OpOverloadPacket, resolve_overload
 from spmd.errors import Offence, PlacementError
+from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Output, Role, StepGraph
 from spmd.sharding.apart import Failed, run_apart
 from spmd.sharding.example import same
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, join, shard, take
-from spmd.sharding.partition import Axis, partition
+from spmd.sharding.partition import partition
 from spmd.sharding.propagate import Choice, Plan
 from spmd.sharding.register import REDUCTIONS, Op, resolve
 from spmd.sharding.rule import Call, Rule, Transfer
@@ -207,7 +208,7 @@ def elements(graph: fx.Graph, node: fx.Node) -> list[fx.Node | None]:
 
 def plan_of(step: StepGraph, call: Call, rule: Rule, case: Case) -> Plan:
     world, wants, outs = case
-    plan = Plan(0, world)
+    plan = Plan(world)
     plan.layouts.update(zip(step.placeholders, wants, strict=True))
     plan.choices[call.node] = Choice(call, rule, list(wants), outs)
     _, tree = tree_flatten(call.node.meta["val"], is_leaf=lambda x: x is None)

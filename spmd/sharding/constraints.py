@@ -17,12 +17,13 @@ class Constraints:
     inputs: one for each input of the step; None for numbers.
     outputs: one for each output; None lets the engine choose (whole values come back whole, values that carry the batch stay split).
     gradients: where the gradient of a parameter lies once it's reduced, by parameter name; replicated by default.
+    blocks: see Axis; None where this axis doesn't split the batch.
     """
 
     inputs: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
     gradients: Mapping[str, Layout] = field(default_factory=dict)
-    axis: int = 0
+    blocks: int | None = 1
     buffers: Literal["global", "local"] = "global"  # whose statistics batch norm takes: the batch's, or each rank's own
 
 

@@ -10,7 +10,7 @@ Layouts have one canonical name each: `Sharded.canonical` gives the finest facto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,6 +117,16 @@ def padded_shape(shape: Sequence[int], layout: Layout, world: int) -> tuple[int,
     return (*shape[: layout.dim], chunk, *shape[layout.dim + 1 :])
 
 
+def buffer_shape(
+    shape: Sequence[int], layouts: Sequence[Layout], mesh: Sequence[int], coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """Shape of a stored tensor's buffer on a mesh: the later axes' part, padded to the common chunk of the first."""
+    first, *later = layouts
+    for axis, layout in reversed(list(enumerate(later, 1))):
+        shape = local_shape(shape, layout, mesh[axis], coordinate[axis])
+    return tuple(map(int, padded_shape(shape, first, mesh[0])))
+
+
 def take(whole: torch.Tensor, layout: Layout, world: int, rank: int) -> torch.Tensor:
     """The part of `whole` that `rank` holds (a view where outer == 1). A partial sum is held by rank 0."""
     if isinstance(layout, Replicated):
@@ -154,9 +164,12 @@ def join(parts: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     return whole.flatten(d, d + 2)
 
 
-def state_shard(shape: Sequence[int], world: int) -> Layout:
-    """Where a parameter or state of `shape` is split at rest: the first dim with at least as many rows as ranks, else nowhere."""
+def state_shard(shape: Sequence[int], world: int, uneven: Collection[int] = ()) -> Layout:
+    """Where a parameter or state of `shape` is split at rest: the first dim with at least as many rows as ranks, else nowhere.
+
+    uneven: dims whose size differs from rank to rank along other axes; all ranks must choose alike.
+    """
     for d, size in enumerate(shape):
-        if size >= world and torch.Size(shape).numel():
+        if size >= world and d not in uneven and torch.Size(shape).numel():
             return shard(d, size)
     return R

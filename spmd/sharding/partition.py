@@ -2,11 +2,15 @@
 
 Redistributions are inserted once per value and target, at their first use; a gradient is reduced where it appears. Stored tensors are written
 back by `copy_` as soon as nothing reads their old value any more.
+
+A mesh of several axes is cut along one after the other, the last first: `divide` gives the part along an axis as a step graph again, with that
+axis's collectives as nodes like any other, and `partition` ends it along the first. So every layout is of what the later axes have left, and
+the engine never sees more than one axis.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from spmd._torch import FakeTensorMode, LazyGraphModule
 from spmd.errors import Offence, PlacementError, SpmdError, VerifyError
+from spmd.graph.axis import Axis
 from spmd.graph.local import Collective, LocalGraph, settle
 from spmd.graph.provenance import source_of, where
 from spmd.graph.random import is_random
 from spmd.graph.step import STORED, Output, Role, StepGraph
 from spmd.sharding.build import Build, is_number, sample
 from spmd.sharding.emit import Expansion
-from spmd.sharding.layout import Layout, Partial, Replicated, Sharded, padded_shape
+from spmd.sharding.layout import Layout, Partial, RankInt, Replicated, Sharded, padded_shape
 from spmd.sharding.propagate import Choice, Plan, accumulates
 from spmd.sharding.redistribute import Wire, redistribute
 from spmd.sharding.rule import OWN, Shape
@@ -30,23 +35,25 @@ from spmd.sharding.rule import OWN, Shape
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Axis:
-    """The mesh axis to partition over, as this rank sees it."""
+def partition(step: StepGraph, plan: Plan, axis: Axis, agree: bool | None = None) -> LocalGraph:
+    """Write this rank's program. `step` is at a concrete batch, and divided already along the mesh's other axes; `plan` covers this one.
 
-    world: int
-    rank: int
-    group: str = ""  # name of the process group; unused where world is 1
+    agree: whether there are ranks to agree with; default: those of this axis.
+    """
+    return Partition(step, plan, axis).run(axis.world > 1 if agree is None else agree)
 
 
-def partition(step: StepGraph, plan: Plan, axis: Axis) -> LocalGraph:
-    """Write this rank's program. `step` is at a concrete batch; `plan` covers its only axis."""
-    return Partition(step, plan, axis).run()
+def divide(step: StepGraph, plan: Plan, axis: Axis) -> StepGraph:
+    """What is left of `step` for the ranks that share this rank's place on `axis`. Functional; stored tensors come in without padding."""
+    return Partition(step, plan, axis).part()
 
 
 class Partition:
     def __init__(self, step: StepGraph, plan: Plan, axis: Axis) -> None:
         self.step, self.plan, self.axis = step, plan, axis
+        self.next = step.size  # the batch that is left for the other axes
+        if step.size is not None and plan.blocks is not None:
+            self.next = step.size // axis.world
         self.build = Build(FakeTensorMode(), axis.world, axis.rank)
         self.env: dict[tuple[fx.Node, Layout | None], fx.Node] = {}  # local nodes by step node and layout
         self.stored: list[
@@ -58,19 +65,34 @@ class Partition:
         results = zip(step.outputs, step.results, strict=True)
         self.renewed = {x: spec.name for spec, x in results if spec.role is Role.PARAMETER and spec.updates is not None}
 
-    def run(self) -> LocalGraph:
-        for ph, spec in self.owner.items():
-            self.placeholder(ph, spec.role in STORED)
-        if self.axis.world > 1:
-            self.build.graph.placeholder("settle").meta["val"] = None
+    def part(self) -> StepGraph:
         for ph in self.owner:
-            self.cut(ph)
+            self.placeholder(ph, stored=False)
+        self.nodes()
+        wanted = zip(self.step.outputs, self.step.results, self.plan.outputs, strict=True)
+        self.build.graph.output(tuple(self.result(spec, x, want) for spec, x, want in wanted))
+        module = LazyGraphModule(self.constants(), self.build.graph)
+        module.graph.eliminate_dead_code()
+        return replace(self.step, module=module, size=self.next)
+
+    def nodes(self) -> None:
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self.reader = node
                 self.write(node)
             elif node.op == "get_attr":
                 self.env[node, self.layout(node)] = self.constant(node)
+        self.reader = self.step.graph.output_node()
+        self.build.origin = None
+
+    def run(self, agree: bool) -> LocalGraph:
+        for ph, spec in self.owner.items():
+            self.placeholder(ph, spec.role in STORED)
+        if agree:
+            self.build.graph.placeholder("settle").meta["val"] = None
+        for ph in self.owner:
+            self.cut(ph)
+        self.nodes()
         outputs = self.finish()
         module = LazyGraphModule(self.constants(), self.build.graph)
         graph = LocalGraph(
@@ -97,7 +119,7 @@ class Partition:
         else:
             shape = padded_shape(val.shape, layout, self.axis.world) if stored else self.build.local(val.shape, layout)
             node.meta["val"] = self.fake(val, shape)
-        node.meta["layouts"] = (layout,)
+        self.mark(node, ph, layout)
         self.env[ph, layout] = node
         if stored:
             self.padded[ph] = node
@@ -157,10 +179,31 @@ class Partition:
         single = isinstance(node.meta.get("val"), torch.Tensor)
         local = self.call(choice, list(args), dict(kwargs))
         self.check(node, local, choice)
-        local.meta["layouts"] = (choice.outs[0],) if single else None
+        if "collective" in node.meta:  # of an axis that is done
+            local.meta["collective"] = node.meta["collective"]
+        if single:
+            self.mark(local, node, choice.outs[0])
         self.env[node, choice.outs[0] if single else None] = local
         if node in self.plan.settled:
             self.move(node, local, choice.outs[0], self.plan.settled[node])
+
+    def mark(self, local: fx.Node, x: fx.Node, layout: Layout | None) -> None:
+        """Note how `local` lies, which of its dims differ from rank to rank, and how it varies with the batch that is left."""
+        if layout is None:
+            return
+        local.meta["layouts"] = (layout, *x.meta.get("layouts", ()))
+        shape = self.build.local(x.meta["val"].shape, layout)
+        local.meta["uneven"] = {*x.meta.get("uneven", ()), *(d for d, n in enumerate(shape) if isinstance(n, RankInt))}
+        if (varies := x.meta.get("varies")) is not None:
+            local.meta["varies"] = [
+                scale and self.scale(size, isinstance(layout, Sharded) and layout.dim == d)
+                for d, (scale, size) in enumerate(zip(varies, local.meta["val"].shape, strict=True))
+            ]
+
+    def scale(self, size: int, split: bool) -> int:
+        """How many times the rest of the batch a dim is that carries it; 0 where it isn't a multiple."""
+        share = split or self.plan.blocks is None
+        return size // self.next if share and self.next and size % self.next == 0 else 0
 
     def check(self, node: fx.Node, local: fx.Node, choice: Choice) -> None:
         """Every rule is held to the traced shapes and types."""
@@ -221,7 +264,7 @@ class Partition:
         moved = redistribute(
             self.build, local, shape, a, b, Wire(self.axis.group, self.note(x, a, b)), self.padded.get(x)
         )
-        moved.meta["layouts"] = (b,)
+        self.mark(moved, x, b)
         self.env[x, b] = moved
         return moved
 
@@ -243,8 +286,8 @@ class Partition:
         return Collective(
             role,
             "",
-            self.plan.axis,
-            x.name,
+            self.axis.index,
+            x.meta.get("step", x.name),
             fqn,
             val.numel() * val.element_size(),
             str(a),
@@ -260,14 +303,12 @@ class Partition:
 
     def layers(self, ph: fx.Node) -> tuple[Layout, ...] | None:
         layout = self.layout(ph)
-        return None if layout is None else (layout,)
+        return None if layout is None else (layout, *ph.meta.get("layouts", ()))
 
     # ---------------------------------------------------------------------------------------------- outputs
 
     def finish(self) -> tuple[tuple[Layout, ...] | None, ...]:
         """Outputs, then the updates of stored tensors in place."""
-        self.reader = self.step.graph.output_node()
-        self.build.origin = None
         placeholders = self.step.placeholders
         results: list[Any] = []
         layouts: list[tuple[Layout, ...] | None] = []

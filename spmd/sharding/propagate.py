@@ -49,8 +49,8 @@ class Choice:
 class Plan:
     """The layouts of every value on one axis."""
 
-    axis: int
     world: int
+    blocks: int | None = 1
     layouts: dict[fx.Node, Any] = field(
         default_factory=dict
     )  # Layout, or a nest of them for a node that yields several tensors
@@ -69,25 +69,25 @@ def propagate(step: StepGraph, constraints: Constraints, world: int) -> Plan:
     return Propagation(step, constraints, world).run()
 
 
-def batch_shard(node: fx.Node, share: bool = True) -> Sharded | None:
-    """The batch shard of a value in which exactly one dim carries the batch.
+def batch_shard(node: fx.Node, blocks: int | None, share: bool = True) -> Sharded | None:
+    """The batch shard of a value in which exactly one dim carries the batch, on an axis that cuts it in `blocks`.
 
     share: only where the dim is a multiple of the batch, so that a part is a rank's share; else a part of the batch will do (a micro-batch).
     """
     varies, val = node.meta.get("varies"), node.meta.get("val")
-    if varies is None or not isinstance(val, torch.Tensor):
+    if blocks is None or varies is None or not isinstance(val, torch.Tensor):
         return None
     dims = [(d, c) for d, c in enumerate(varies) if c is not None]
-    if len(dims) != 1 or (share and not dims[0][1]):
+    if len(dims) != 1 or (not dims[0][1] and (share or blocks > 1)):
         return None
     d, scale = dims[0]
-    return Sharded(d, 1, val.shape[d] // scale, scale) if scale else shard(d, val.shape[d])
+    return Sharded(d, blocks, val.shape[d] // (scale * blocks), scale) if scale else shard(d, val.shape[d])
 
 
 class Propagation:
     def __init__(self, step: StepGraph, constraints: Constraints, world: int) -> None:
         self.step, self.constraints, self.world = step, constraints, world
-        self.plan = Plan(constraints.axis, world)
+        self.plan = Plan(world, constraints.blocks)
         self.kind: dict[fx.Node, str] = {}
         self.moved: set[tuple[fx.Node, Layout]] = set()
         self.whole: set[fx.Node] = set()  # gathered for a whole-matrix computation: stay replicated until stored
@@ -97,7 +97,7 @@ class Propagation:
         placeholders = self.step.placeholders
         for node, spec, layout in zip(placeholders, self.step.inputs, self.constraints.inputs, strict=True):
             self.plan.layouts[node] = layout
-            self.kind[node] = BATCH if spec.role is Role.USER else STATE
+            self.kind[node] = BATCH if spec.role is Role.USER and self.plan.blocks is not None else STATE
             if spec.role is not Role.USER:
                 self.plan.views[node] = self.plan.roots[node] = node
         for node in self.step.graph.nodes:
@@ -193,7 +193,7 @@ class Propagation:
         beside_state = any(
             isinstance(p, Sharded) and self.kind.get(x) == STATE for x, p in zip(call.tensors, current, strict=True)
         )
-        share = batch_shard(call.tensors[i], share=False) if rule.heavy or beside_state else None
+        share = batch_shard(call.tensors[i], self.plan.blocks, share=False) if rule.heavy or beside_state else None
         return share.canonical(self.world) if share is not None else None
 
     def keeps_partial(self, x: fx.Node) -> bool:
@@ -236,15 +236,31 @@ class Propagation:
             cost += ACCIDENTAL_TP if sharded else 0.0
         if linear and call.name == "expand":
             cost += 2.0 * max(0, self.bytes(call.node) - self.bytes(call.tensors[0]))  # reduce before it grows
-        if sharded and kind == STATE and call.name in ("expand", "repeat") and batch_shard(call.node) is not None:
+        if (
+            sharded
+            and kind == STATE
+            and call.name in ("expand", "repeat")
+            and batch_shard(call.node, self.plan.blocks) is not None
+        ):
             cost += 2.0 * max(
                 0, self.bytes(call.node) - self.bytes(call.tensors[0])
             )  # gather before each sample has its own
-        if sharded and rule.heavy and not carries and (cost > 1 or any(isinstance(o, Partial) for o in outs)):
+        if (
+            sharded
+            and self.of_matrices(call, rule)
+            and not carries
+            and (cost > 1 or any(isinstance(o, Partial) for o in outs))
+        ):
             cost += FORBIDDEN  # a matrix optimizer gathers its matrix once and computes whole
         if sharded and any(x in self.whole for x in call.tensors):
             cost += 1.0
         return cost
+
+    def of_matrices(self, call: Call, rule: Rule) -> bool:
+        """Whether this may be an optimizer's work on whole matrices. Where the axis has no part in the batch, what carries it is the model's."""
+        if self.plan.blocks is not None:
+            return rule.heavy
+        return rule.heavy and not any(c is not None for x in call.tensors for c in x.meta.get("varies") or ())
 
     def move_cost(self, x: fx.Node, a: Layout, b: Layout) -> float:
         """Weighted bytes of bringing `x` from layout `a` to `b`."""
@@ -288,7 +304,7 @@ class Propagation:
         plan.choices[node] = Choice(call, rule, wants, outs)
         self.kind[node] = kind
         self.note_view(call, rule)
-        if rule is not None and rule.heavy and kind != BATCH and all(w == R for w in wants):
+        if rule is not None and self.of_matrices(call, rule) and kind != BATCH and all(w == R for w in wants):
             self.whole.update(
                 x for x, p in zip(call.tensors, current, strict=True) if isinstance(p, Sharded) or x in self.whole
             )
@@ -317,7 +333,7 @@ class Propagation:
         if want is not None:
             return want
         found = self.read(x, self.step.graph.output_node())
-        share = batch_shard(x)
+        share = batch_shard(x, self.plan.blocks)
         if share is None:
             return R
         if isinstance(found, Sharded) and found.dim == share.dim and self.kind.get(x) == BATCH:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from spmd.capture import Capture, Slot, capture, flatten_leaves
 from spmd.debug import run_lockstep
+from spmd.graph.axis import Axis
 from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import STORED, Input, Role, StepGraph
 from spmd.graph.verify import verify_local, verify_step
 from spmd.modes import DataParallelMode
 from spmd.sharding.layout import Layout, Partial, join, local_shape, padded_shape, take
-from spmd.sharding.partition import Axis, partition
+from spmd.sharding.partition import partition
 from spmd.sharding.propagate import Plan, propagate
 
 Parts = list[Tensor]  # one a rank
@@ -74,7 +75,7 @@ class Ranks:
     def compile(self, step: StepGraph) -> tuple[list[LocalGraph], Plan]:
         concrete = at(step, self.batch)
         verify_step(concrete)
-        plan = propagate(concrete, self.mode.constraints(concrete, self.world), self.world)
+        plan = propagate(concrete, self.mode.constraints(concrete, Axis(self.world)), self.world)
         programs = [partition(concrete, plan, Axis(self.world, rank)) for rank in range(self.world)]
         for program in programs:
             verify_local(program)

@@ -451,8 +451,8 @@ FAMILIES = (
 CASES: dict[str, Case] = {case.name: case for family in FAMILIES for case in family()}
 
 # One or two of each kind: these run at every world size and with one sample a rank.
-REPRESENTATIVE = (
-    "optim_sgd_dampening", "optim_adamw_fused", "params_odd", "params_partly", "params_tied", "clip_inf",
-    "accumulate_chunks", "zero_first_odd", "gan", "nested", "lr_step", "loss_ignore_index",
+REPRESENTATIVE = (  # the first ones go at every size
+    "params_odd", "clip_inf", "accumulate_chunks", "loss_ignore_index", "gan", "optim_adamw_fused",
+    "optim_sgd_dampening", "params_partly", "params_tied", "zero_first_odd", "nested", "lr_step",
     "dropout_checkpoint", "gpt_six_heads", "lstm", "sequence_first",
 )  # fmt: skip

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -43,7 +45,10 @@ def spmd_compile(step: Callable[..., Any], case: Case, style: str) -> Callable[.
     from spmd.modes import DataParallelMode
 
     mode = DataParallelMode(style, input_batch_dim=case.dim, replicated_inputs=case.replicated)
-    return spmd.compile(step, parallel_mode=mode)
+    mesh = None
+    if style == "hybrid_shard":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("node", "gpu"))
+    return spmd.compile(step, parallel_mode=mode, mesh=mesh)
 
 
 def check(name: str, style: str, W: int, samples: int | None = None, compile: Compile = spmd_compile) -> float:

@@ -1,0 +1,72 @@
+"""compose: one mode for each axis of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmd.errors import PlacementError
+from spmd.graph.axis import Axis
+from spmd.graph.step import StepGraph
+from spmd.modes.base import ParallelMode
+from spmd.sharding.constraints import Constraints
+
+
+def compose(*modes: ParallelMode) -> ParallelMode:
+    """Modes that share the mesh, each on the axis that it names: `compose(DataParallelMode(axis="dp"), TensorParallelMode(plan, axis="tp"))`.
+
+    The order of the mesh's axes counts, not that of the modes: a tensor is cut along the last axis first. So data parallel axes come before those of
+    tensor parallel, and a parameter that both split on one dim has a strided placement on the first.
+
+    Raises:
+        PlacementError: a mode names no axis, two name one, or modes that split the batch differ about `input_batch_dim`.
+    """
+    return Composed(modes)
+
+
+@dataclass(frozen=True)
+class Composed(ParallelMode):
+    """What `compose` makes."""
+
+    modes: tuple[ParallelMode, ...]
+
+    def __post_init__(self) -> None:
+        names = [name for mode in self.modes for name in axes(mode)]
+        if unnamed := [type(mode).__name__ for mode in self.modes if not axes(mode)]:
+            raise PlacementError(f'{", ".join(unnamed)} in compose() needs the name of its mesh axis: axis="dp"')
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise PlacementError(f"compose() has several modes for the axis {', '.join(map(repr, twice))}")
+        splitting = [mode for mode in self.modes if mode.splits_batch]
+        if len({mode.input_batch_dim for mode in splitting}) > 1:
+            dims = ", ".join(f"{mode.input_batch_dim} on {axes(mode)}" for mode in splitting)
+            raise PlacementError(
+                f"modes in compose() split the batch on different dims: {dims}; there is one input_batch_dim"
+            )
+        object.__setattr__(self, "input_batch_dim", next((mode.input_batch_dim for mode in splitting), 0))
+        shared = dict.fromkeys(path for mode in self.modes for path in mode.replicated_inputs)
+        object.__setattr__(self, "replicated_inputs", tuple(shared))
+
+    def over(self, shape: Sequence[int], names: Sequence[str] = ()) -> tuple[ParallelMode, ...]:
+        sizes = dict(zip(names, shape, strict=False))
+        found: dict[str, ParallelMode] = {}
+        for mode in self.modes:
+            mine = axes(mode)
+            if missing := [name for name in mine if name not in sizes]:
+                raise PlacementError(
+                    f"{type(mode).__name__} is for the axis {missing[0]!r}, the mesh has {tuple(names) or 'no named axes'}"
+                )
+            found.update(zip(mine, mode.over([sizes[name] for name in mine], mine), strict=True))
+        if free := [name for name in names if name not in found]:
+            raise PlacementError(
+                f"no mode of compose() is for the mesh axis {free[0]!r}; it has modes for {tuple(found)}"
+            )
+        return tuple(found[name] for name in names)
+
+    def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
+        raise AssertionError("each axis has a mode of its own")
+
+
+def axes(mode: ParallelMode) -> tuple[str, ...]:
+    """Names of the mesh axes that a mode is for."""
+    found = getattr(mode, "axis", None) or ()
+    return (found,) if isinstance(found, str) else tuple(found)
