@@ -62,7 +62,7 @@ def _stages() -> Iterator[Any]:
             yield pytest.param(name, style, 3, False, id=f"{name}-{style}-3", marks=marks)
     for name, case in CASES.items():
         if case.samples == (2,) and not case.needs:
-            marks = () if name in ("params_odd", "accumulate_chunks", "mixing_logsumexp") else pytest.mark.slow
+            marks = () if name in ("params_odd", "accumulate_chunks", "mixing_halves") else pytest.mark.slow
             yield pytest.param(name, "hybrid_shard", 4, False, id=f"{name}-hybrid_shard-4", marks=marks)
 
 

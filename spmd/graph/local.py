@@ -40,6 +40,7 @@ class Collective:
     after: str
     reason: str  # the consumer that asked, in words
     source: Source | None = None  # the user's line
+    across: str = ""  # how it lies along the mesh axes before its own
     members: tuple[Collective, ...] = ()  # those that a bucket stands for
 
     @property

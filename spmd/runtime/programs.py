@@ -53,7 +53,10 @@ class Program:
         self.lines = fingerprint_lines(self.local)
         self.stages = [(record.name, record.digest) for record in self.local.history]
         later = sorted((c for c in self.local.collectives if c.axis), key=lambda c: c.axis)  # in program order on each
-        self.moves = ", ".join(f"{c.op} of {c.tensor} on axis {c.axis}" for c in later)
+        self.moves = "; ".join(
+            f"{c.op} of {', '.join(f'{x.tensor} {x.across}' for x in c.members or (c,))} on axis {c.axis}"
+            for c in later
+        )
         slots = self.captured.slots
         whole = [s for s in slots if s.input.role is Role.USER and s.input.batch_dim is None]
         self.shared = [(s.input.name, reader(s)) for s in whole]  # tensors that every rank must hold alike

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spmd.sharding import emit
+from spmd.sharding.layout import RankInt
 from spmd.sharding.ordinal import local_rows, own_rows
 from spmd.sharding.rule import OWN, BlockRule, Call, Labels, Rule, Shape, ViewRule, labelled
 
@@ -510,7 +511,9 @@ def window(call: Call, linear: Linear = ((0,),)) -> Rule | None:
 
 
 def blocks_of(call: Call) -> tuple[int, ...] | None:
-    """Where a slice or a split cuts the whole; None for other windows."""
+    """Where a slice or a split cuts the whole; None for other windows, and where each rank of another axis cuts elsewhere."""
+    if any(isinstance(bound, RankInt) for bound in (call.arg("start"), call.arg("end"))):
+        return None
     if call.name in ("slice", "slice_backward", "slice_scatter") and call.arg("step") == 1:
         return emit.slice_bounds(call)
     if call.name == "split_with_sizes":
@@ -561,7 +564,8 @@ def stack(call: Call) -> Rule:
 
 def pad(call: Call) -> Rule:
     n, amounts = len(call.inputs[0]), call.arg("pad")
-    cut = [d for d in range(n) if any(amounts[2 * (n - 1 - d) : 2 * (n - 1 - d) + 2])]
+    ends = [amounts[2 * (n - 1 - d) : 2 * (n - 1 - d) + 2] for d in range(n)]
+    cut = [d for d in range(n) if any(k or isinstance(k, RankInt) for k in ends[d])]  # where no other rank pads either
     labels = [None if d in cut else d for d in range(n)]
     return labelled([labels], [labels], linear=NONE if call.arg("value") else ((0,),))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spmd.sharding.layout import Sharded
@@ -40,3 +41,11 @@ def scatter(call: Call) -> Rule:
 
 def sums(call: Call) -> tuple[tuple[int, ...], ...]:
     return ((0,),) if call.arg("reduce_op", "sum") == "sum" else ()
+
+
+COLLECTIVES: dict[str, Callable[[Call], Rule]] = {
+    "_c10d_functional::all_reduce": reduce,
+    "_c10d_functional::wait_tensor": reduce,
+    "_c10d_functional::all_gather_into_tensor": gather,
+    "_c10d_functional::reduce_scatter_tensor": scatter,
+}

@@ -179,8 +179,9 @@ class Partition:
         single = isinstance(node.meta.get("val"), torch.Tensor)
         local = self.call(choice, list(args), dict(kwargs))
         self.check(node, local, choice)
-        if "collective" in node.meta:  # of an axis that is done
-            local.meta["collective"] = node.meta["collective"]
+        if (note := node.meta.get("collective")) is not None:  # of an axis that is done
+            across = f"{choice.outs[0]},{note.across}" if note.across else str(choice.outs[0])
+            local.meta["collective"] = replace(note, across=across)
         if single:
             self.mark(local, node, choice.outs[0])
         self.env[node, choice.outs[0] if single else None] = local

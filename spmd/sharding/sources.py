@@ -1,7 +1,7 @@
 """Where the rule of an op call comes from: the first source that knows the op decides.
 
 1. what a user has registered;
-2. our table;
+2. our table, and for what other mesh axes move a table of their own;
 3. DTensor's strategies, for the ops for which the audit has found them true (`python -m tests.audit`);
 4. discovery, for custom ops that only compute new tensors;
 5. none: the inputs are replicated, which is always right. `explain` lists what that costs.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from spmd._torch import OpOverload
 from spmd.graph.random import is_random
 from spmd.sharding import categories, discover, dtensor
+from spmd.sharding.collectives import COLLECTIVES
 from spmd.sharding.listed import listed
 from spmd.sharding.register import registered, registered_rule
 from spmd.sharding.rule import Call, Rule
@@ -25,7 +26,7 @@ def rule_for(call: Call) -> Rule | None:
     if (entry := registered(call)) is not None:
         return registered_rule(entry, call)
     custom = isinstance(call.target, OpOverload) and call.target.namespace not in TORCHS_OWN
-    if entry := TABLE.get(call.name):
+    if entry := TABLE.get(call.name) or COLLECTIVES.get(call.name):
         return entry(call)
     if not isinstance(call.target, OpOverload):
         return None

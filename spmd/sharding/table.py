@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from spmd.sharding import categories as c
-from spmd.sharding import collectives, emit
+from spmd.sharding import emit
 from spmd.sharding.rule import Call, Rule
 
 Entry = Callable[[Call], Rule | None]
@@ -172,8 +172,3 @@ row(
     c.matrices,
     "_linalg_eigh linalg_qr _linalg_svd linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_solve_ex linalg_lu_factor_ex linalg_lu_solve _linalg_slogdet _linalg_det linalg_eig linalg_matrix_exp",
 )
-
-# what other mesh axes move
-row(collectives.reduce, "_c10d_functional::all_reduce _c10d_functional::wait_tensor")
-row(collectives.gather, "_c10d_functional::all_gather_into_tensor")
-row(collectives.scatter, "_c10d_functional::reduce_scatter_tensor")
