@@ -16,7 +16,7 @@ from spmd.capture.states import Init, cut, identifier
 from spmd.capture.trace import Traced
 from spmd.errors import CaptureError, Offence, StateError
 from spmd.graph.provenance import where
-from spmd.graph.step import Input, Output, Role, StepGraph
+from spmd.graph.step import ENTERS, LEAVES, Input, Output, Role, StepGraph
 
 aten = torch.ops.aten
 _IDENTITY = (
@@ -116,6 +116,9 @@ def _tidy(graph: fx.Graph, placeholders: set[fx.Node]) -> None:
             continue  # two parameters share one gradient value: each needs a node of its own
         if mark is not None:
             source.meta["grad_of"] = mark
+        for key in (ENTERS, LEAVES):
+            if key in node.meta:
+                source.meta[key] = (*source.meta.get(key, ()), *node.meta[key])
         node.replace_all_uses_with(source)
         graph.erase_node(node)
 

@@ -22,7 +22,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import spmd
 from spmd._torch import PythonKeyTracer, current_autograd_node, next_sequence_number
+from spmd.capture.marks import node_of
 from spmd.graph.provenance import Source
+from spmd.graph.step import ENTERS, LEAVES
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _SITE = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
@@ -70,6 +72,13 @@ class Tracker:
         if self.checkpoint and running is None:
             meta["checkpoint"] = self.checkpoint
 
+    def border(self, module: nn.Module, key: str, values: Any) -> None:
+        """Note on the nodes of a module's arguments or results which those are."""
+        name = self.names.get(id(module))
+        for place, value in enumerate(values if isinstance(values, (tuple, list)) else (values,)):
+            if name is not None and isinstance(value, torch.Tensor) and (node := node_of(value)) is not None:
+                node.meta[key] = (*node.meta.get(key, ()), (name, place))
+
     def _phase_outside_backward(self) -> str:
         if self.phase:
             return self.phase
@@ -110,10 +119,12 @@ def recording(tracker: Tracker) -> Iterator[None]:
 
     def enter(module: nn.Module, inputs: Any) -> None:
         tracker.modules.append(tracker.names.get(id(module), tracker.modules[-1] if tracker.modules else ""))
+        tracker.border(module, ENTERS, inputs)
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         if tracker.modules:
             tracker.modules.pop()
+        tracker.border(module, LEAVES, output)
 
     PythonKeyTracer.create_node = create_node  # type: ignore[method-assign]
     hooks = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))

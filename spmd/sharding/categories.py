@@ -278,14 +278,6 @@ def batch_norm(call: Call) -> Rule:
     return labelled(ins, outs, reduce=reduce, nonempty=True, own=saved if training else None)
 
 
-def loss_backward(call: Call) -> Rule:
-    """nll_loss_backward: what the loss was divided by is given, so samples are independent."""
-    if len(call.inputs[1]) == 1:
-        return whole_value(call)
-    batch = [[0, *[None] * (len(s) - 1)] if j < 3 and s else [None] * len(s) for j, s in enumerate(call.inputs)]
-    return labelled(batch, [batch[1]], linear=((0,),), nonempty=True)
-
-
 def diagonal(call: Call) -> Rule:
     """The two dims of the diagonal become the last; its adjoint and diag_embed put it back."""
     puts = call.name != "diagonal"
@@ -414,28 +406,6 @@ def convolution_backward(call: Call) -> Rule:
     return labelled(
         [["n", *rest], ["n", *rest], [None] * n], kept, reduce={"n": "sum"}, linear=((0,),), heavy=True, nonempty=True
     )
-
-
-def embedding(call: Call) -> Rule:
-    k = len(call.inputs[1])
-    return labelled([[None, "d"], list(range(k))], [[*range(k), "d"]], linear=((0,),))
-
-
-def embedding_backward(call: Call) -> Rule | None:
-    if call.arg("scale_grad_by_freq"):
-        return None  # frequencies are counted over the whole batch
-    k = len(call.inputs[1])
-    return labelled(
-        [[*range(k), "d"], list(range(k))], [[None, "d"]], reduce=dict.fromkeys(range(k), "sum"), linear=((0,),)
-    )
-
-
-def gather(call: Call) -> Rule:
-    n = len(call.inputs[0])
-    d = call.dims(call.arg("dim"), n)
-    free = [j if j not in d and call.inputs[0][j] == call.inputs[1][j] else None for j in range(n)]
-    index = ["g" if j in d else label for j, label in enumerate(free)]
-    return labelled([free, index], [index], linear=((0,),))
 
 
 def scatter(call: Call) -> Rule:

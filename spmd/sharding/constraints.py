@@ -18,12 +18,14 @@ class Constraints:
     outputs: one for each output; None lets the engine choose (whole values come back whole, values that carry the batch stay split).
     gradients: where the gradient of a parameter lies once it's reduced, by parameter name; replicated by default.
     blocks: see Axis; None where this axis doesn't split the batch.
+    values: layouts in which single values are kept, by node name: the engine moves them there as they appear.
     """
 
     inputs: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
     gradients: Mapping[str, Layout] = field(default_factory=dict)
     blocks: int | None = 1
+    values: Mapping[str, Layout] = field(default_factory=dict)
     buffers: Literal["global", "local"] = "global"  # whose statistics batch norm takes: the batch's, or each rank's own
 
 

@@ -168,7 +168,10 @@ class Partition:
         build.origin = node
         if choice is None:  # an element of a tuple
             (source,) = node.all_input_nodes
-            self.env[node, self.layout(node)] = build.op(node.target, self.env[source, None], node.args[1])
+            layout = self.layout(node)
+            self.env[node, layout] = build.op(node.target, self.env[source, None], node.args[1])
+            self.mark(self.env[node, layout], node, layout)
+            self.settle(node, layout)
             return
         wants = iter(choice.wants)
 
@@ -185,12 +188,15 @@ class Partition:
         if single:
             self.mark(local, node, choice.outs[0])
         self.env[node, choice.outs[0] if single else None] = local
-        if node in self.plan.settled:
-            self.move(node, local, choice.outs[0], self.plan.settled[node])
+        self.settle(node, choice.outs[0])
+
+    def settle(self, node: fx.Node, layout: Layout | None) -> None:
+        if node in self.plan.settled and layout is not None:
+            self.move(node, self.env[node, layout], layout, self.plan.settled[node])
 
     def mark(self, local: fx.Node, x: fx.Node, layout: Layout | None) -> None:
         """Note how `local` lies, which of its dims differ from rank to rank, and how it varies with the batch that is left."""
-        if layout is None:
+        if layout is None or not isinstance(x.meta.get("val"), torch.Tensor):
             return
         local.meta["layouts"] = (layout, *x.meta.get("layouts", ()))
         shape = self.build.local(x.meta["val"].shape, layout)

@@ -20,16 +20,16 @@ from spmd.graph.step import Role, StepGraph
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.decompose import decompose, decomposition
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, shard
-from spmd.sharding.rule import OWN, Call, Rule, Transfer
+from spmd.sharding.rule import OWN, ROWS, Call, Rule, Transfer
 from spmd.sharding.sources import rule_for
 
 BATCH, STATE = (
     "batch",
     "state",
-)  # what a shard is a part of: the policy never gathers a batch shard where a state shard will do
+)  # what a shard is a part of: the policy never gathers the first where the second will do
 
 # Costs are bytes moved, weighted; only their order matters. Measured to give minimal collective counts on the models of the suite.
-GATHER_BATCH = 1000.0
+STAYS = 1000.0  # gathering the batch; or a parameter, on an axis that has no part in the batch
 REPLICATED_WORK = 1e5  # running a heavy op on the whole batch on every rank
 ACCIDENTAL_TP = 1e6  # following a weight's shard where the batch could be followed
 FORBIDDEN = 1e17
@@ -57,7 +57,7 @@ class Plan:
     choices: dict[fx.Node, Choice] = field(default_factory=dict)
     settled: dict[fx.Node, Layout] = field(
         default_factory=dict
-    )  # partial gradients that are reduced once, where they appear, and read so
+    )  # values that are moved once, where they appear, and read so: partial gradients, and what a mode wants
     views: dict[fx.Node, fx.Node] = field(default_factory=dict)  # views: what they are of, whose gather they share
     roots: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the same through casts: always a stored tensor
     outputs: list[Layout | None] = field(default_factory=list)
@@ -118,6 +118,7 @@ class Propagation:
         elif isinstance(nest, (tuple, list)):
             self.plan.layouts[node] = nest[node.args[1]]  # type: ignore[index]
             self.kind[node] = self.kind.get(node.all_input_nodes[0], "")
+            self.settle(node)
         else:
             self.place(node)
 
@@ -127,6 +128,8 @@ class Propagation:
             rule = rule_for(call)
             if rule is not None and rule.own is not None and self.constraints.buffers == "global":
                 rule = rule.without(OWN)
+            if rule is not None and self.plan.blocks is not None:
+                rule = rule.without(ROWS)
             self.rules[node] = call, rule
         return self.rules[node]
 
@@ -275,7 +278,8 @@ class Propagation:
             return 2.0 * size + 1 if isinstance(b, Replicated) else size + 1.0 if isinstance(b, Sharded) else FORBIDDEN
         if b == R and (self.plan.views.get(x), R) in self.moved:
             return 0.0
-        return (GATHER_BATCH if self.kind.get(x) == BATCH else 1.0) * size * (1.0 if b == R else 0.5) + 1
+        stays = self.kind.get(x) == BATCH or (self.plan.blocks is None and x in self.plan.roots)
+        return (STAYS if stays else 1.0) * size * (1.0 if b == R else 0.5) + 1
 
     def bytes(self, x: fx.Node) -> int:
         return sum(v.numel() * v.element_size() for v in tree_leaves(x.meta.get("val")) if isinstance(v, torch.Tensor))
@@ -311,10 +315,17 @@ class Propagation:
             self.whole.add(node)
         elif all(w == R for w in wants) and any(x in self.whole for x in call.tensors):
             self.whole.add(node)
+        self.settle(node)
         fqn = node.meta.get("grad_of")
         if fqn and isinstance(plan.layouts[node], Partial) and any(not accumulates(node, u) for u in node.users):
             plan.settled[node] = self.constraints.gradients.get(fqn, R)
             self.kind[node] = STATE
+
+    def settle(self, node: fx.Node) -> None:
+        """What a mode wants to lie elsewhere is moved as it appears."""
+        want = self.constraints.values.get(node.name)
+        if want is not None and want != self.plan.layouts[node]:
+            self.plan.settled[node] = want
 
     def note_view(self, call: Call, rule: Rule | None) -> None:
         """Views share the gather of what they are of: a stored tensor or a cast of one, and any value that they hold all elements of."""
@@ -376,6 +387,8 @@ def lower(choice: Choice, target: Sharded, plan: Plan) -> None:
     found: Transfer | None
     if all(labels is None for labels in rule.inputs):
         found = ([None] * len(rule.inputs), [target]) if rule.sizes else None
+    elif rule.outputs[0] and rule.outputs[0][target.dim] == ROWS:
+        found = [R if labels else None for labels in rule.inputs], [target]
     else:
         found = next(iter(inverse(call, rule, target, plan.world)), None)
     if found and all(w is None or plan.layouts[x] == R for x, w in zip(call.tensors, found[0], strict=True)):

@@ -20,6 +20,7 @@ from spmd.sharding.layout import Layout, Partial, R, Sharded, ceil_div
 if TYPE_CHECKING:
     from spmd.sharding.emit import Expansion
 
+ROWS = "rows"  # label of rows of a table that are looked up by index: each rank finds those that it has
 OWN = "own"  # label of the batch where each rank may take statistics of its own share, and what P calls them
 Labels = tuple[Hashable | None, ...]
 Shape = tuple[int, ...]
@@ -124,6 +125,8 @@ class Rule:
 
     def without(self, label: Hashable) -> Rule:
         """The rule where dims with this label can't be split."""
+        if not any(label in labels for labels in (*self.inputs, *self.outputs) if labels):
+            return self
         strike = lambda labels: labels and tuple(None if x == label else x for x in labels)  # noqa: E731
         return replace(self, inputs=tuple(map(strike, self.inputs)), outputs=tuple(map(strike, self.outputs)))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from spmd.sharding import categories as c
-from spmd.sharding import emit
+from spmd.sharding import emit, lookup
 from spmd.sharding.rule import Call, Rule
 
 Entry = Callable[[Call], Rule | None]
@@ -126,13 +126,13 @@ row(
     nll_loss_forward nll_loss2d_forward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
     binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward""",
 )
-row(c.loss_backward, "nll_loss_backward nll_loss2d_backward")
+row(lookup.loss_backward, "nll_loss_backward nll_loss2d_backward")
 row(partial(c.whole_value, emit=emit.restrided), "as_strided as_strided_scatter")
 
 # indices
-row(c.embedding, "embedding")
-row(c.embedding_backward, "embedding_dense_backward")
-row(c.gather, "gather")
+row(lookup.embedding, "embedding")
+row(lookup.embedding_backward, "embedding_dense_backward")
+row(lookup.gather, "gather")
 row(c.scatter, "scatter scatter_add scatter_reduce")
 row(c.index, "index _unsafe_index")
 row(c.index_put, "index_put _unsafe_index_put")
