@@ -3,5 +3,30 @@
 from spmd.modes.base import ParallelMode
 from spmd.modes.compose import compose
 from spmd.modes.data_parallel import DataParallelMode, DataParallelStyle
+from spmd.modes.styles import (
+    ColwiseParallel,
+    Description,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from spmd.modes.tensor_parallel import TensorParallelMode
 
-__all__ = ["DataParallelMode", "DataParallelStyle", "ParallelMode", "compose"]
+__all__ = [
+    "ColwiseParallel",
+    "DataParallelMode",
+    "DataParallelStyle",
+    "Description",
+    "ParallelMode",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "TensorParallelMode",
+    "compose",
+]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import nn
 
 from spmd.errors import PlacementError
 from spmd.graph.axis import Axis
@@ -39,6 +41,10 @@ class ParallelMode(ABC):
                 f"{what}: pass mesh[...] with one axis, or spmd.modes.compose(...) with a mode for each"
             )
         return (self,)
+
+    def of(self, modules: Mapping[str, nn.Module]) -> ParallelMode:
+        """The mode for a step over these modules, by FQN. A mode that speaks of modules finds them here; others are as they are."""
+        return self
 
 
 def called(names: Sequence[str]) -> str:

@@ -60,6 +60,11 @@ class Composed(ParallelMode):
             raise PlacementError(
                 f"no mode of compose() is for the mesh axis {free[0]!r}; it has modes for {tuple(found)}"
             )
+        splits = [found[name].splits_batch for name in names]
+        if splits != sorted(splits, reverse=True):
+            raise PlacementError(
+                f"axes that split the batch come first in the mesh, those of tensor parallel last; here they are {tuple(names)}"
+            )
         return tuple(found[name] for name in names)
 
     def constraints(self, step: StepGraph, axis: Axis) -> Constraints:

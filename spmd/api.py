@@ -126,7 +126,8 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
     plans: list[Plan] = []
     for axis, policy in reversed(list(zip(world.axes([m.splits_batch for m in modes]), modes, strict=True))):
         lies = {name: layouts[axis.index] for name, layouts in known.items()}
-        plans.insert(0, propagate(part, pin(policy.constraints(part, axis), part, lies), axis.world))
+        constraints = pin(policy.of(captured.submodules()).constraints(part, axis), part, lies)
+        plans.insert(0, propagate(part, constraints, axis.world))
         if axis.index:
             part = divide(part, plans[0], axis)
     local = partition(part, plans[0], axis, agree=world.size > 1)

@@ -132,7 +132,12 @@ class Objects:
                     yield self.qualify(root, name), sub
 
     def qualify(self, root: str, name: str) -> str:
-        return name if len(self.modules) == 1 else f"{root}.{name}" if name else root
+        return qualified(self.modules, root, name)
+
+
+def qualified(modules: Mapping[str, nn.Module], root: str, name: str) -> str:
+    """The FQN of what is called `name` within one of the step's modules: the root's own name counts where there are several."""
+    return name if len(modules) == 1 else f"{root}.{name}" if name else root
 
 
 def memory(tensor: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmd._torch import TreeSpec
+from spmd.capture.objects import qualified
 from spmd.graph.step import Input, StepGraph
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Capture:
 
     step: StepGraph
     slots: tuple[Slot, ...]  # one for each of step.inputs
-    modules: dict[str, torch.nn.Module]  # root modules by name ("" prefix rules are in capture/objects.py)
+    modules: dict[str, torch.nn.Module]  # root modules by name
     optimizers: dict[str, torch.optim.Optimizer]
     guards: Guards
     out_spec: TreeSpec  # structure of the user's return value: its leaves are the USER outputs, in order
@@ -42,3 +43,11 @@ class Capture:
         None  # makes the optimizer state that doesn't exist yet, from parameters and hyper-parameters
     )
     cleared: tuple[str, ...] = ()  # parameters whose .grad is None after the step, whatever it was before
+
+    def submodules(self) -> dict[str, torch.nn.Module]:
+        """Every module by each of its FQNs."""
+        return {
+            qualified(self.modules, root, name): sub
+            for root, module in self.modules.items()
+            for name, sub in module.named_modules(remove_duplicate=False)
+        }

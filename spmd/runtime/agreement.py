@@ -204,20 +204,26 @@ class Agreement:
             )
         return [name for name, _ in different]
 
-    def same_inputs(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Compare inputs that are declared replicated.
+    def same_inputs(self, tensors: Iterable[tuple[str, torch.Tensor]], copies: tuple[int, int] | None = None) -> None:
+        """Compare inputs that are declared replicated; with `copies`, shares of the batch among the ranks that pass the same one.
 
         Raises:
             AgreementError: naming all that differ.
         """
         named = list(tensors)
-        votes = self.begin([tensor_digest(x) for _, x in named]).wait()
-        wrong = [name for (name, _), low, high in zip(named, votes.low, votes.high, strict=True) if low != high]
-        if wrong:
-            remedy = "pass equal values on all ranks, or take it off replicated_inputs if each rank passes its share"
-            raise AgreementError(
-                Offence("a replicated input has other values on some ranks", fqn=name, remedy=remedy) for name in wrong
-            )
+        mine, shares = copies or (0, 1)
+        ballot = [tensor_digest(x) if share == mine else None for share in range(shares) for _, x in named]
+        votes = self.begin(ballot).wait()
+        names = [name for name, _ in named] * shares
+        wrong = dict.fromkeys(name for name, low, high in zip(names, votes.low, votes.high, strict=True) if low != high)
+        if not wrong:
+            return
+        what = "a replicated input has other values on some ranks"
+        remedy = "pass equal values on all ranks, or take it off replicated_inputs if each rank passes its share"
+        if copies is not None:
+            what = "ranks that work on the same share of the batch pass other values"
+            remedy = "give all ranks along an axis that doesn't split the batch the same samples"
+        raise AgreementError(Offence(what, fqn=name, remedy=remedy) for name in wrong)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ it lacks, then they compare outcome, program and state, bind, and call again.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,15 +59,25 @@ class Program:
         slots = self.captured.slots
         whole = [s for s in slots if s.input.role is Role.USER and s.input.batch_dim is None]
         self.shared = [(s.input.name, reader(s)) for s in whole]  # tensors that every rank must hold alike
+        carriers = [s for s in slots if s.leaf is not None and s.input.batch_dim is not None]
+        self.carriers = [(s.input.name, reader(s)) for s in carriers]
         self.numbers = [(s.input.name, reader(s)) for s in slots if s.input.role is Role.HYPER]
 
     def shared_inputs(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-        found = ((name, read(leaves)) for name, read in self.shared)
-        return [(name, x) for name, x in found if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+        return plain_tensors(self.shared, leaves)
+
+    def share(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+        """This rank's share of the batch."""
+        return plain_tensors(self.carriers, leaves)
 
     def numbers_text(self, leaves: Sequence[Any]) -> str:
         """Today's hyper-parameters, to be compared over the ranks."""
         return ", ".join(f"{name} = {read(leaves)!r}" for name, read in self.numbers)
+
+
+def plain_tensors(reads: Sequence[tuple[str, Read]], leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+    found = ((name, read(leaves)) for name, read in reads)
+    return [(name, x) for name, x in found if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
 
 
 def reader(slot: Slot) -> Read:
@@ -156,8 +165,9 @@ class Programs:
     def _join(self) -> World:
         if self.world is None:
             self.world = self._find_world()
-            modes = self.mode.over(self.world.shape, self.world.names)
-            self.shares = math.prod(n for n, m in zip(self.world.shape, modes, strict=True) if m.splits_batch)
+            splits = [mode.splits_batch for mode in self.mode.over(self.world.shape, self.world.names)]
+            mine, self.shares = self.world.place(splits)
+            self.copies = (mine, self.shares) if self.shares < self.world.size else None
             self.agreement = Agreement(self.world)
             self.draws = self.counter or Draws(self.agreement, self.seed)
         return self.world
@@ -190,7 +200,7 @@ class Programs:
 
     def _voted(self, program: Program | None, leaves: Sequence[Any]) -> Any:
         """Run `program`; within it the ranks vote, before anything that one of them would notice of another."""
-        vote = Vote(self.agreement, self.draws, program, leaves)
+        vote = Vote(self.agreement, self.draws, program, leaves, self.copies)
         if program is None:
             vote.settle()
             raise Elsewhere

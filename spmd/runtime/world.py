@@ -44,18 +44,20 @@ class World:
     @property
     def rank(self) -> int:
         """Index of this rank in mesh order, which is the order of the batch's shares."""
-        index = 0
-        for place, length in zip(self.coordinate, self.shape, strict=True):
-            index = index * length + place
-        return index
+        return self.place([True] * len(self.shape))[0]
 
     @property
     def part(self) -> tuple[int, int]:
         """Which of how many parts of the mesh this rank is in: those that differ in nothing but their place on the first axis run one program."""
-        index = 0
-        for place, length in zip(self.coordinate[1:], self.shape[1:], strict=True):
-            index = index * length + place
-        return index, math.prod(self.shape[1:])
+        return self.place([axis > 0 for axis in range(len(self.shape))])
+
+    def place(self, along: Sequence[bool]) -> tuple[int, int]:
+        """This rank's place, in mesh order, among how many along these axes."""
+        index, count = 0, 1
+        for place, length, counts in zip(self.coordinate, self.shape, along, strict=True):
+            if counts:
+                index, count = index * length + place, count * length
+        return index, count
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from spmd._torch import c10d_functional
 from spmd.graph.step import Role, StepGraph
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.decompose import decompose, decomposition
@@ -383,6 +384,8 @@ def lower(choice: Choice, target: Sharded, plan: Plan) -> None:
     """Make a replicated choice yield `target`, where a rule allows it without moving anything."""
     rule, call = choice.rule, choice.call
     if rule is None or rule.whole or any(w is not None and w != R for w in choice.wants):
+        return
+    if call.target is c10d_functional.wait_tensor.default:  # what is on its way can't be cut
         return
     found: Transfer | None
     if all(labels is None for labels in rule.inputs):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -40,6 +40,7 @@ class Case:
         tolerance: per tensor, relative to max(max|reference|, lr). Above 1e-9 only where the step itself
             computes in a narrower type.
         needs: an optional package that the case imports.
+        plan: how tensor parallelism splits the models; none: it leaves all whole.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Case:
     traces: int | None = None
     tolerance: float = 1e-9
     needs: str | None = None
+    plan: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int) -> Parts:
         """Fresh models and optimizers; equal for equal seeds."""

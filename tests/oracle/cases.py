@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.oracle import models, optimizers, steps
+from tests.oracle import models, optimizers, plans, steps
 from tests.oracle.case import Case, Parts
 
 # ---- batches: functions of the global number of samples
@@ -447,6 +447,7 @@ FAMILIES = (
     _transformers,
     _algebra,
     _custom_optimizers,
+    plans.cases,
 )
 CASES: dict[str, Case] = {case.name: case for family in FAMILIES for case in family()}
 

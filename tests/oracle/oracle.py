@@ -42,13 +42,27 @@ class Record:
 def spmd_compile(step: Callable[..., Any], case: Case, style: str) -> Callable[..., Any]:
     """The compiler under test."""
     import spmd
-    from spmd.modes import DataParallelMode
+    from spmd.modes import DataParallelMode, TensorParallelMode, compose
 
-    mode = DataParallelMode(style, input_batch_dim=case.dim, replicated_inputs=case.replicated)
-    mesh = None
-    if style == "hybrid_shard":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("node", "gpu"))
+    options: dict[str, Any] = {"input_batch_dim": case.dim, "replicated_inputs": case.replicated}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    names: tuple[str, ...] = ()
+    if style == "tensor":
+        mode = TensorParallelMode(case.plan, **options)
+    elif style.endswith(" x tensor"):
+        names = ("dp", "tp")
+        data = DataParallelMode(style.removesuffix(" x tensor"), axis="dp", **options)
+        mode = compose(data, TensorParallelMode(case.plan, axis="tp", **options))
+    else:
+        mode = DataParallelMode(style, **options)
+        names = ("node", "gpu") if style == "hybrid_shard" else ()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names) if names else None
     return spmd.compile(step, parallel_mode=mode, mesh=mesh)
+
+
+def shares(style: str, W: int) -> int:
+    """Into how many shares the ranks cut the batch."""
+    return 1 if style == "tensor" else 2 if style.endswith(" x tensor") else W
 
 
 def check(name: str, style: str, W: int, samples: int | None = None, compile: Compile = spmd_compile) -> float:
@@ -65,6 +79,8 @@ def check(name: str, style: str, W: int, samples: int | None = None, compile: Co
 def check_case(case: Case, style: str, W: int, compile: Compile = spmd_compile) -> float:
     """`check` for a case that isn't in the table."""
     torch.set_default_dtype(torch.float64)
+    copies = W // shares(style, W)
+    W = shares(style, W)
     reference = run(case, W, None)
     made: list[Callable[..., Any]] = []
 
@@ -72,7 +88,7 @@ def check_case(case: Case, style: str, W: int, compile: Compile = spmd_compile) 
         made.append(compile(step, case, style))
         return made[0]
 
-    worst = compare(reference, run(case, W, compiled), case, W)
+    worst = compare(reference, run(case, W, compiled, copies), case, W, copies)
     traces = getattr(made[0], "trace_count", 0)
     assert case.traces is None or traces <= case.traces, f"{traces} traces, at most {case.traces} expected"
     return worst
@@ -81,8 +97,8 @@ def check_case(case: Case, style: str, W: int, compile: Compile = spmd_compile) 
 # ---- running
 
 
-def run(case: Case, W: int, compiled: Callable[..., Any] | None) -> Record:
-    """Run all the steps of a case on the global batch, or with `compiled` on this rank's share of it."""
+def run(case: Case, W: int, compiled: Callable[..., Any] | None, copies: int = 1) -> Record:
+    """Run all the steps of a case on the global batch, or with `compiled` on this rank's share of it: one of W, each passed by `copies` ranks."""
     parts = case.build(SEED)
     batches = [global_batch(case, W, index) for index in range(case.steps)]
     step: Callable[..., Any] = case.step
@@ -92,7 +108,7 @@ def run(case: Case, W: int, compiled: Callable[..., Any] | None) -> Record:
     names = argument_names(step, len(leading))
     if compiled is not None:
         step = compiled(step)
-        batches = [share(batch, names, case, world.rank(), W) for batch in batches]
+        batches = [share(batch, names, case, world.rank() // copies, W) for batch in batches]
     record = Record(lr=_largest_lr(parts))
     torch.manual_seed(SEED + 1)
     live: list[list[Any]] = []
@@ -181,7 +197,7 @@ def _kept(now: Any, then: Any) -> bool:
 # ---- comparing
 
 
-def compare(reference: Record, record: Record, case: Case, W: int) -> float:
+def compare(reference: Record, record: Record, case: Case, W: int, copies: int = 1) -> float:
     """The worst difference over the tolerance of its tensor, at most 1.
 
     Raises:
@@ -194,7 +210,7 @@ def compare(reference: Record, record: Record, case: Case, W: int) -> float:
             continue
         for index, (expected, found) in enumerate(zip(expected_leaves, leaves, strict=True)):
             dim = case.outputs[index] if index < len(case.outputs) else None
-            meeting.meet(f"step {step} output {index}", _own(expected, dim, W), found)
+            meeting.meet(f"step {step} output {index}", _own(expected, dim, W, copies), found)
             if reference.stable[step][index] and not record.stable[step][index]:
                 meeting.complaints.append(f"step {step} output {index}: changed after it was returned")
     meeting.meet_all(reference.state, record.state)
@@ -240,8 +256,8 @@ class _Meeting:
         return worst[0][1] if worst else 0.0
 
 
-def _own(value: Any, dim: Share, W: int) -> Any:
-    return value if dim is None else value.chunk(W, dim)[world.rank()]
+def _own(value: Any, dim: Share, W: int, copies: int) -> Any:
+    return value if dim is None else value.chunk(W, dim)[world.rank() // copies]
 
 
 def mismatch(expected: Any, found: Any) -> str | None:

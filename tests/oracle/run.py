@@ -17,7 +17,12 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=["list", *CASES], metavar="CASE")
-    parser.add_argument("style", choices=list(DataParallelStyle), nargs="?", default="replicate")
+    parser.add_argument(
+        "style",
+        choices=[*DataParallelStyle, "tensor", "replicate x tensor", "fully_shard x tensor"],
+        nargs="?",
+        default="replicate",
+    )
     parser.add_argument("W", type=int, nargs="?", default=1)
     parser.add_argument("--samples", type=int, help="samples a rank; default: as the case says")
     parser.add_argument("--standin", help="a function of tests/oracle/standins.py in place of the compiler")

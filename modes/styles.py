@@ -1,0 +1,219 @@
+"""Parallel styles: what tensor parallelism does to one module. The same styles work eagerly (`parallelize_module`) and compiled (`TensorParallelMode`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from spmd.errors import PlacementError
+
+Layouts = tuple[Placement | None, ...]  # None: left as it is
+
+
+@dataclass(frozen=True)
+class Description:
+    """How one module lies on a mesh axis.
+
+    parameters: placement of each of the module's own parameters, by its local name; those that aren't named are replicated.
+    inputs, desired_inputs: of the positional arguments: how a plain tensor is to be understood, and how the module gets it.
+    kwargs: the same for keyword arguments, by name.
+    outputs, desired_outputs: how the results come out, and how they leave.
+    use_local_output: whether results leave as plain tensors (this rank's part) or as DTensors; eager only.
+    """
+
+    parameters: Mapping[str, Placement] = field(default_factory=dict)
+    inputs: Layouts = ()
+    desired_inputs: Layouts = ()
+    kwargs: Mapping[str, tuple[Placement | None, Placement | None]] = field(default_factory=dict)
+    outputs: Layouts = ()
+    desired_outputs: Layouts = ()
+    use_local_output: bool = True
+
+
+class ParallelStyle(ABC):
+    """How to parallelize one module. Styles are immutable; one object may serve any number of modules.
+
+    Example:
+        @dataclass(frozen=True)
+        class ShardedTable(ParallelStyle):
+            def describe(self, module):
+                return Description({"table": Shard(0)}, inputs=(Replicate(),), desired_inputs=(Replicate(),),
+                                   outputs=(Partial(),), desired_outputs=(Replicate(),))
+    """
+
+    @abstractmethod
+    def describe(self, module: nn.Module) -> Description:
+        """What the style means for `module`, which isn't changed.
+
+        Raises:
+            PlacementError: it isn't for modules of this kind.
+        """
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Shard `module` over the one axis of `mesh`, in place: its parameters become DTensors, hooks redistribute what goes in and out."""
+        raise NotImplementedError
+
+
+def layouts(given: Placement | Sequence[Placement | None] | None) -> Layouts:
+    return tuple(given) if isinstance(given, Sequence) else (given,)
+
+
+def unfit(style: ParallelStyle, module: nn.Module, kinds: str) -> PlacementError:
+    return PlacementError(f"{type(style).__name__} is for {kinds}, not for {type(module).__name__}")
+
+
+@dataclass(frozen=True)
+class ColwiseParallel(ParallelStyle):
+    """Split what a module puts out: the rows of a Linear's weight and its bias, the columns of an Embedding's table.
+
+    input_layouts: how a plain input is to be understood; None: replicated. output_layouts: how the output leaves; None: split on its last dim.
+    """
+
+    input_layouts: Placement | None = None
+    output_layouts: Placement | None = None
+    use_local_output: bool = True
+
+    def describe(self, module: nn.Module) -> Description:
+        if isinstance(module, nn.Linear):
+            parameters: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+        elif isinstance(module, nn.Embedding):
+            parameters = {"weight": Shard(1)}
+        else:
+            raise unfit(self, module, "nn.Linear and nn.Embedding")
+        return Description(
+            parameters,
+            inputs=(self.input_layouts or Replicate(),),
+            desired_inputs=(Replicate(),),
+            outputs=(Shard(-1),),
+            desired_outputs=(self.output_layouts or Shard(-1),),
+            use_local_output=self.use_local_output,
+        )
+
+
+@dataclass(frozen=True)
+class RowwiseParallel(ParallelStyle):
+    """Split what a module takes in: the columns of a Linear's weight, the rows of an Embedding's table. The bias is added once.
+
+    input_layouts: how a plain input is to be understood; None: split on its last dim, for an Embedding replicated. output_layouts: how the output
+    leaves; None: replicated (an all-reduce); a Shard is a reduce-scatter.
+    """
+
+    input_layouts: Placement | None = None
+    output_layouts: Placement | None = None
+    use_local_output: bool = True
+
+    def describe(self, module: nn.Module) -> Description:
+        if isinstance(module, nn.Linear):
+            parameters: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
+            wanted: Placement = Shard(-1)
+        elif isinstance(module, nn.Embedding):
+            parameters, wanted = {"weight": Shard(0)}, Replicate()
+        else:
+            raise unfit(self, module, "nn.Linear and nn.Embedding")
+        return Description(
+            parameters,
+            inputs=(self.input_layouts or wanted,),
+            desired_inputs=(wanted,),
+            outputs=(Partial(),),
+            desired_outputs=(self.output_layouts or Replicate(),),
+            use_local_output=self.use_local_output,
+        )
+
+
+@dataclass(frozen=True)
+class SequenceParallel(ParallelStyle):
+    """Run a norm or a dropout on parts of the sequence; its parameters stay whole.
+
+    sequence_dim: dim of the input that is split.
+    """
+
+    sequence_dim: int = 1
+    use_local_output: bool = False
+
+    def describe(self, module: nn.Module) -> Description:
+        split = (Shard(self.sequence_dim),)
+        return Description({}, split, split, {}, split, split, self.use_local_output)
+
+
+@dataclass(frozen=True)
+class PrepareModuleInput(ParallelStyle):
+    """Redistribute what a module gets; None leaves an argument alone. Further positional arguments are passed on.
+
+    Raises:
+        PlacementError: as many layouts as desired layouts are needed, and the same keyword arguments.
+    """
+
+    input_layouts: Placement | Sequence[Placement | None] | None = ()
+    desired_input_layouts: Placement | Sequence[Placement | None] | None = ()
+    input_kwarg_layouts: Mapping[str, Placement | None] = field(default_factory=dict)
+    desired_input_kwarg_layouts: Mapping[str, Placement | None] = field(default_factory=dict)
+    use_local_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("input_layouts", "desired_input_layouts"):
+            object.__setattr__(self, name, layouts(getattr(self, name)))
+        check_lengths(self, "input_layouts", "desired_input_layouts")
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            has, wants = sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts)
+            raise PlacementError(
+                f"{type(self).__name__}: input_kwarg_layouts has {has}, desired_input_kwarg_layouts has {wants}; give both the same names"
+            )
+
+    def describe(self, module: nn.Module) -> Description:
+        kwargs = {name: (has, self.desired_input_kwarg_layouts[name]) for name, has in self.input_kwarg_layouts.items()}
+        return Description(
+            {},
+            layouts(self.input_layouts),
+            layouts(self.desired_input_layouts),
+            kwargs,
+            use_local_output=self.use_local_output,
+        )
+
+
+@dataclass(frozen=True)
+class PrepareModuleOutput(ParallelStyle):
+    """Redistribute what a module puts out; None leaves a result alone.
+
+    Raises:
+        PlacementError: as many layouts as desired layouts are needed.
+    """
+
+    output_layouts: Placement | Sequence[Placement | None] | None = ()
+    desired_output_layouts: Placement | Sequence[Placement | None] | None = ()
+    use_local_output: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("output_layouts", "desired_output_layouts"):
+            object.__setattr__(self, name, layouts(getattr(self, name)))
+        check_lengths(self, "output_layouts", "desired_output_layouts")
+
+    def describe(self, module: nn.Module) -> Description:
+        has, wants = layouts(self.output_layouts), layouts(self.desired_output_layouts)
+        return Description(outputs=has, desired_outputs=wants, use_local_output=self.use_local_output)
+
+
+@dataclass(frozen=True)
+class PrepareModuleInputOutput(ParallelStyle):
+    """PrepareModuleInput and PrepareModuleOutput in one."""
+
+    input: PrepareModuleInput
+    output: PrepareModuleOutput
+
+    def describe(self, module: nn.Module) -> Description:
+        into, out = self.input.describe(module), self.output.describe(module)
+        return Description(
+            {}, into.inputs, into.desired_inputs, into.kwargs, out.outputs, out.desired_outputs, out.use_local_output
+        )
+
+
+def check_lengths(style: ParallelStyle, has: str, wants: str) -> None:
+    a, b = getattr(style, has), getattr(style, wants)
+    if len(a) != len(b):
+        raise PlacementError(
+            f"{type(style).__name__}: {has} has {len(a)} entries, {wants} has {len(b)}; give one of each for every tensor"
+        )

@@ -1,0 +1,154 @@
+"""Tensor parallel: a plan says how the modules' parameters are split; all ranks along the axis have the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.distributed.tensor import Partial, Placement, Shard
+
+from spmd.errors import Offence, PlacementError
+from spmd.graph.axis import Axis
+from spmd.graph.step import ENTERS, LEAVES, Output, Role, StepGraph
+from spmd.modes.base import ParallelMode
+from spmd.modes.plan import Plan, match, patterns
+from spmd.modes.styles import Description, ParallelStyle
+from spmd.sharding.constraints import Constraints
+from spmd.sharding.layout import Layout, R, shard
+
+
+@dataclass(frozen=True)
+class TensorParallelMode(ParallelMode):
+    """Split parameters by a plan, the one that `parallelize_module` takes. What follows from it, forward and backward, the engine works out.
+
+    plan: FQN patterns to ParallelStyles.
+    axis: name of the mesh axis, for compose().
+    input_batch_dim, replicated_inputs: see ParallelMode. Every rank along the axis passes the same batch.
+
+    Example:
+        plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+        @spmd.compile(parallel_mode=TensorParallelMode(plan))
+        def train_step(model, optim, x, y): ...
+    """
+
+    plan: Plan
+    axis: str | None = None
+    input_batch_dim: int = 0
+    replicated_inputs: tuple[str, ...] = ()
+    described: Mapping[str, Description] = field(default_factory=dict, repr=False)  # by FQN of the module
+    parameters: Mapping[str, tuple[Placement, torch.Size]] = field(
+        default_factory=dict, repr=False
+    )  # by FQN; with the shape
+
+    splits_batch = False
+
+    def __post_init__(self) -> None:
+        patterns(self.plan)  # complains where the plan is written
+        object.__setattr__(self, "replicated_inputs", tuple(self.replicated_inputs))
+
+    def of(self, modules: Mapping[str, nn.Module]) -> TensorParallelMode:
+        described: dict[str, list[tuple[ParallelStyle, Description]]] = {}
+        for fqn, module, style in match(self.plan, modules):
+            described.setdefault(fqn, []).append((style, style.describe(module)))
+        held: dict[int, tuple[str, Placement]] = {}  # a tied parameter has several names
+        for fqn, found in described.items():
+            for name, placement in ((n, p) for _, d in found for n, p in d.parameters.items()):
+                if (tensor := modules[fqn]._parameters.get(name)) is not None:
+                    full = f"{fqn}.{name}" if fqn else name
+                    known, before = held.setdefault(id(tensor), (full, normal(placement, tensor.dim())))
+                    if before != normal(placement, tensor.dim()):
+                        what = f"the plan wants it as {placement}, and as {before} where it's called {known}"
+                        raise PlacementError(Offence(what, fqn=full, remedy="give tied parameters the same placement"))
+        parameters = {
+            f"{fqn}.{name}" if fqn else name: (held[id(tensor)][1], tensor.shape)
+            for fqn, module in modules.items()
+            for name, tensor in module._parameters.items()
+            if tensor is not None and id(tensor) in held
+        }
+        return replace(
+            self,
+            described={fqn: merged(d for _, d in found) for fqn, found in described.items()},
+            parameters=parameters,
+        )
+
+    def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
+        inputs = tuple(
+            self.at_rest(spec.owner or spec.name, ph.meta["val"])
+            for spec, ph in zip(step.inputs, step.placeholders, strict=True)
+        )
+        lies = {spec.name: p or R for spec, p in zip(step.inputs, inputs, strict=True) if spec.role is Role.PARAMETER}
+        outputs = tuple(self.result(out, x, inputs, lies) for out, x in zip(step.outputs, step.results, strict=True))
+        values = {node.name: layout(wanted, node.meta["val"]) for node, wanted in self.pinned(step)}
+        return Constraints(inputs, outputs, gradients=lies, blocks=axis.blocks, values=values)
+
+    def at_rest(self, owner: str, val: object) -> Layout | None:
+        """States of a parameter's shape lie as it does; all else is whole."""
+        if not isinstance(val, torch.Tensor):
+            return None
+        placement, shape = self.parameters.get(owner, (None, None))
+        return layout(placement, val) if val.shape == shape else R
+
+    def result(
+        self, out: Output, x: object, inputs: tuple[Layout | None, ...], lies: Mapping[str, Layout]
+    ) -> Layout | None:
+        if out.updates is not None:
+            return inputs[out.updates]
+        if out.role is Role.GRADIENT or out.grad_of:
+            return lies[out.grad_of or out.name.removesuffix(".grad")]
+        if out.role is Role.STATE and isinstance(x, fx.Node):  # made by this very step: "<parameter>.<key>"
+            return self.at_rest(out.name.rpartition(".")[0], x.meta["val"])
+        return None
+
+    def pinned(self, step: StepGraph) -> Iterator[tuple[fx.Node, Placement]]:
+        """Values at the borders of described modules that lie as their style wants. What a module's own parameters bring about needs no word."""
+        for node in step.graph.nodes:
+            if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            wanted: list[Placement] = []
+            for fqn, place in node.meta.get(ENTERS, ()):
+                found = self.described.get(fqn, Description())
+                if (want := at(found.desired_inputs, place)) is not None and (
+                    isinstance(want, Shard) or not found.parameters
+                ):
+                    wanted.append(want)
+            for fqn, place in node.meta.get(LEAVES, ()):
+                found = self.described.get(fqn, Description())
+                want, has = at(found.desired_outputs, place), at(found.outputs, place)
+                if want is not None and (isinstance(want, Shard) or not isinstance(has, Partial)):
+                    wanted.append(want)
+            if wanted:
+                yield node, next((p for p in wanted if isinstance(p, Shard)), wanted[0])
+
+
+def at(layouts: tuple[Placement | None, ...], place: int) -> Placement | None:
+    return layouts[place] if place < len(layouts) else None
+
+
+def normal(placement: Placement, rank: int) -> Placement:
+    return Shard(placement.dim % rank) if isinstance(placement, Shard) else placement
+
+
+def layout(placement: Placement | None, val: torch.Tensor) -> Layout:
+    if not isinstance(placement, Shard) or not val.dim():
+        return R
+    dim = placement.dim % val.dim()
+    return shard(dim, val.shape[dim])
+
+
+def merged(descriptions: Iterator[Description]) -> Description:
+    """Of a module that several patterns match: each says what the ones before don't."""
+    first, *rest = descriptions
+    for d in rest:
+        first = Description(
+            {**d.parameters, **first.parameters},
+            first.inputs or d.inputs,
+            first.desired_inputs or d.desired_inputs,
+            {**d.kwargs, **first.kwargs},
+            first.outputs or d.outputs,
+            first.desired_outputs or d.desired_outputs,
+            first.use_local_output,
+        )
+    return first

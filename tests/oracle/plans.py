@@ -1,0 +1,120 @@
+"""Models that tensor parallelism is for, with plans as a user would write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from spmd.modes import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from tests.oracle import models, steps
+from tests.oracle.case import Case
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.v, self.o = (nn.Linear(width, width) for _ in range(3))
+        self.k = nn.Linear(width, width, bias=False)  # its bias has no gradient but rounding
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        q, k, v = (m(x).view(B, T, self.heads, -1).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = (
+            nn.LayerNorm(width), Attention(width, heads), nn.LayerNorm(width), MLP(width, 3 * width),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Decoder(nn.Module):
+    """A decoder over 13 tokens and at most 8 positions."""
+
+    def __init__(self, heads: int = 4, layers: int = 1, tied: bool = False) -> None:
+        super().__init__()
+        width = 4 * heads
+        self.token, self.position = nn.Embedding(13, width), nn.Embedding(8, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 13, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+PLAN: dict[str, Any] = {
+    "token": RowwiseParallel(),
+    "layers.*.attention.[qkv]": ColwiseParallel(),
+    "layers.*.attention.o": RowwiseParallel(),
+    "layers.*.mlp.up": ColwiseParallel(),
+    "layers.*.mlp.down": RowwiseParallel(),
+    "head": ColwiseParallel(),
+}
+SEQUENCE: dict[str, Any] = {
+    **PLAN,
+    "token": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.norm[12]": SequenceParallel(),
+    "layers.*.attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "layers.*.attention.o": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "layers.*.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+}
+TWO_LINEARS: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def words(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 13, (B, 6)), torch.randint(0, 13, (B, 6))
+
+
+def regression(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 5), torch.randn(B, 3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.02, eps=1e-4, fused=True)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), 0.02)
+
+
+def cases() -> Iterator[Case]:
+    def decoder(name: str, plan: dict[str, Any], optim: Any = adamw, **options: Any) -> Case:
+        step = steps.basic(steps.tokens, clip=1.0)
+        return Case(f"tensor_{name}", partial(Decoder, **options), step, words, optim, plan=plan)
+
+    yield Case("tensor_mlp", models.mlp, steps.basic(), regression, adamw, plan=TWO_LINEARS)
+    yield decoder("decoder", PLAN)
+    yield decoder("decoder_sequence", SEQUENCE, layers=2)
+    yield decoder("decoder_tied", PLAN, tied=True)
+    yield decoder("decoder_six_heads", PLAN, heads=6)
+    yield decoder("decoder_two_heads", SEQUENCE, heads=2)
+    yield decoder("decoder_adafactor", PLAN, adafactor)
