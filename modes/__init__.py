@@ -3,6 +3,7 @@
 from spmd.modes.base import ParallelMode
 from spmd.modes.compose import compose
 from spmd.modes.data_parallel import DataParallelMode, DataParallelStyle
+from spmd.modes.parallelize import parallelize_module
 from spmd.modes.styles import (
     ColwiseParallel,
     Description,
@@ -29,4 +30,5 @@ __all__ = [
     "SequenceParallel",
     "TensorParallelMode",
     "compose",
+    "parallelize_module",
 ]

@@ -6,14 +6,33 @@ import fnmatch
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
+from torch.distributed.tensor.parallel import style as torchs
 
 from spmd.capture.provenance import is_user_file
 from spmd.errors import PlacementError
-from spmd.modes.styles import ParallelStyle
+from spmd.modes.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
-Plan = Mapping[str, ParallelStyle] | ParallelStyle
+Style = ParallelStyle | torchs.ParallelStyle
+Plan = Mapping[str, Style] | Style
+OURS: dict[type, type[Any]] = {
+    torchs.ColwiseParallel: ColwiseParallel,
+    torchs.RowwiseParallel: RowwiseParallel,
+    torchs.SequenceParallel: SequenceParallel,
+    torchs.PrepareModuleInput: PrepareModuleInput,
+    torchs.PrepareModuleOutput: PrepareModuleOutput,
+    torchs.PrepareModuleInputOutput: PrepareModuleInputOutput,
+}
 
 
 def patterns(plan: Plan) -> dict[str, ParallelStyle]:
@@ -22,13 +41,34 @@ def patterns(plan: Plan) -> dict[str, ParallelStyle]:
     Raises:
         PlacementError: something in it isn't a style.
     """
-    found = {"": plan} if isinstance(plan, ParallelStyle) else dict(plan)
+    given = dict(plan) if isinstance(plan, Mapping) else {"": plan}
+    found = {pattern: translated(style) for pattern, style in given.items()}
     wrong = {pattern: style for pattern, style in found.items() if not isinstance(style, ParallelStyle)}
     if wrong:
         raise PlacementError(
             f"a plan maps FQN patterns to ParallelStyles; {', '.join(f'{p!r} has {s!r}' for p, s in wrong.items())}"
         )
     return found
+
+
+def translated(style: Any) -> Any:
+    """One of torch's own styles as ours."""
+    if (ours := OURS.get(type(style))) is None:
+        return style
+    if ours is SequenceParallel:
+        return SequenceParallel(style.sequence_sharding[0].dim, style.use_local_output)
+    if ours is PrepareModuleInputOutput:
+        into, out = translated(style.prepare_module_input), translated(style.prepare_module_output)
+        return PrepareModuleInputOutput(**{**vars(into), "use_local_input": into.use_local_output, **vars(out)})
+    if ours in (ColwiseParallel, RowwiseParallel):
+        into, out = single(style.input_layouts), single(style.output_layouts)
+        return ours(into, out, style.use_local_output)
+    read = {name: getattr(style, name, None) for name in ours.__dataclass_fields__}
+    return ours(**{name: value for name, value in read.items() if value is not None})
+
+
+def single(layouts: Any) -> Any:
+    return layouts[0] if isinstance(layouts, tuple) else layouts
 
 
 def match(plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
@@ -43,6 +83,8 @@ def match(plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, n
 
 
 def matches(pattern: str, fqn: str) -> bool:
+    if not pattern or not fqn:
+        return pattern == fqn
     tokens, parts = pattern.split("."), fqn.split(".")
     return len(tokens) == len(parts) and all(map(fnmatch.fnmatchcase, parts, tokens))
 

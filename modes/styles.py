@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from spmd.errors import PlacementError
 
 Layouts = tuple[Placement | None, ...]  # None: left as it is
+Given = Placement | None | Sequence[Placement | None]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Description:
     inputs, desired_inputs: of the positional arguments: how a plain tensor is to be understood, and how the module gets it.
     kwargs: the same for keyword arguments, by name.
     outputs, desired_outputs: how the results come out, and how they leave.
-    use_local_output: whether results leave as plain tensors (this rank's part) or as DTensors; eager only.
+    use_local_input, use_local_output: whether arguments and results come as plain tensors (this rank's part) or as DTensors; eager only.
     """
 
     parameters: Mapping[str, Placement] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Description:
     kwargs: Mapping[str, tuple[Placement | None, Placement | None]] = field(default_factory=dict)
     outputs: Layouts = ()
     desired_outputs: Layouts = ()
+    use_local_input: bool = False
     use_local_output: bool = True
 
 
@@ -56,7 +58,9 @@ class ParallelStyle(ABC):
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Shard `module` over the one axis of `mesh`, in place: its parameters become DTensors, hooks redistribute what goes in and out."""
-        raise NotImplementedError
+        from spmd.modes.parallelize import apply_description
+
+        return apply_description(self.describe(module), module, mesh)
 
 
 def layouts(given: Placement | Sequence[Placement | None] | None) -> Layouts:
@@ -137,7 +141,7 @@ class SequenceParallel(ParallelStyle):
 
     def describe(self, module: nn.Module) -> Description:
         split = (Shard(self.sequence_dim),)
-        return Description({}, split, split, {}, split, split, self.use_local_output)
+        return Description({}, split, split, {}, split, split, use_local_output=self.use_local_output)
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class PrepareModuleInput(ParallelStyle):
             layouts(self.input_layouts),
             layouts(self.desired_input_layouts),
             kwargs,
-            use_local_output=self.use_local_output,
+            use_local_input=self.use_local_output,
         )
 
 
@@ -201,13 +205,29 @@ class PrepareModuleOutput(ParallelStyle):
 class PrepareModuleInputOutput(ParallelStyle):
     """PrepareModuleInput and PrepareModuleOutput in one."""
 
-    input: PrepareModuleInput
-    output: PrepareModuleOutput
+    input_layouts: Given = ()
+    desired_input_layouts: Given = ()
+    input_kwarg_layouts: Mapping[str, Placement | None] = field(default_factory=dict)
+    desired_input_kwarg_layouts: Mapping[str, Placement | None] = field(default_factory=dict)
+    use_local_input: bool = False
+    output_layouts: Given = ()
+    desired_output_layouts: Given = ()
+    use_local_output: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("input_layouts", "desired_input_layouts", "output_layouts", "desired_output_layouts"):
+            object.__setattr__(self, name, layouts(getattr(self, name)))
+        self.halves()
+
+    def halves(self) -> tuple[PrepareModuleInput, PrepareModuleOutput]:
+        kwargs = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        into = PrepareModuleInput(self.input_layouts, self.desired_input_layouts, *kwargs, self.use_local_input)
+        return into, PrepareModuleOutput(self.output_layouts, self.desired_output_layouts, self.use_local_output)
 
     def describe(self, module: nn.Module) -> Description:
-        into, out = self.input.describe(module), self.output.describe(module)
-        return Description(
-            {}, into.inputs, into.desired_inputs, into.kwargs, out.outputs, out.desired_outputs, out.use_local_output
+        into, out = (half.describe(module) for half in self.halves())
+        return replace(
+            into, outputs=out.outputs, desired_outputs=out.desired_outputs, use_local_output=out.use_local_output
         )
 
 

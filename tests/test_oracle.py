@@ -33,7 +33,7 @@ def _usual(case: Case, style: str, W: int, single: bool) -> bool:
 
 def _matrix() -> Iterator[Any]:
     for single in (False, True):
-        for name, case in CASES.items():
+        for name, case in ((n, c) for n, c in CASES.items() if not c.plan):
             for W in WORLDS:
                 for style in oracle.STYLES:
                     if not single or case.samples == (2,):  # other numbers of samples are the point of their case
@@ -61,12 +61,27 @@ def _stages() -> Iterator[Any]:
             marks = () if name in STAGED[:2] else pytest.mark.slow
             yield pytest.param(name, style, 3, False, id=f"{name}-{style}-3", marks=marks)
     for name, case in CASES.items():
-        if case.samples == (2,) and not case.needs:
+        if case.samples == (2,) and not case.needs and not case.plan:
             marks = () if name in ("params_odd", "accumulate_chunks", "mixing_halves") else pytest.mark.slow
             yield pytest.param(name, "hybrid_shard", 4, False, id=f"{name}-hybrid_shard-4", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "style", "W", "single"), [*_matrix(), *_stages()])
+def _plans() -> Iterator[Any]:
+    usual = {
+        ("tensor_mlp", "tensor", 3),
+        ("tensor_mlp", "replicate x tensor", 4),
+        ("tensor_decoder_tied", "tensor", 2),
+        ("tensor_decoder_six_heads", "tensor", 4),
+        ("tensor_decoder_sequence", "fully_shard x tensor", 4),
+    }
+    for name in (n for n, c in CASES.items() if c.plan):
+        for style, worlds in (("tensor", (1, 2, 3, 4)), ("replicate x tensor", (4,)), ("fully_shard x tensor", (4,))):
+            for W in worlds:
+                marks = () if (name, style, W) in usual else pytest.mark.slow
+                yield pytest.param(name, style, W, False, id=f"{name}-{style}-{W}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "style", "W", "single"), [*_matrix(), *_stages(), *_plans()])
 def test_equals_one_device(world: World, name: str, style: str, W: int, single: bool) -> None:
     needs = CASES[name].needs
     if needs and not oracle.has(needs):

@@ -238,8 +238,9 @@ class Propagation:
         if carries and not (sharded and kind == BATCH):
             cost += REPLICATED_WORK if rule.heavy else 0.0
             cost += ACCIDENTAL_TP if sharded else 0.0
-        if linear and call.name == "expand":
-            cost += 2.0 * max(0, self.bytes(call.node) - self.bytes(call.tensors[0]))  # reduce before it grows
+        if linear:
+            carried = max(self.bytes(x) for x, w in zip(call.tensors, wants, strict=True) if w == Partial())
+            cost += 2.0 * max(0, self.bytes(call.node) - carried)  # reduce before it grows
         if (
             sharded
             and kind == STATE
