@@ -124,6 +124,20 @@ def test_tensors_closed_over() -> None:
     assert [s.input.name for s in outside if s.tensor is weights] == ["weights"]
 
 
+def test_names_that_arguments_and_parameters_share() -> None:
+    """The only module's parameters go by their own names, so others may have the same."""
+    weight = torch.rand(3)
+
+    def step(model: nn.Module, optim: None, bias: torch.Tensor) -> torch.Tensor:
+        loss = (model(bias) * weight).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    captured = check(step, nn.Linear(5, 3).double(), None, lambda n: (torch.randn(n, 5).double(),))
+    names = [x.name for x in captured.step.inputs]
+    assert sorted(names) == ["bias", "bias (argument)", "weight", "weight (outside)"]
+
+
 def test_everything_closed_over() -> None:
     model = mlp()
     optim = adamw(model)

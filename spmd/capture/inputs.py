@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,7 +49,12 @@ def list_inputs(objects: Objects, arguments: Arguments, dims: dict[int, int], li
     ]
     entries += _hypers(objects, lifted)
     entries += _scalars(objects, lifted)
-    entries += _arguments(objects, arguments, dims, lifted)
+    taken = {e.input.name for e in entries}
+    for e in _arguments(objects, arguments, dims, lifted):
+        if e.input.name in taken:  # an argument called like a parameter of the step's only module
+            e.input = replace(e.input, name=f"{e.input.name} (argument)")
+            e.slot.input = e.input
+        entries.append(e)
     return entries
 
 

@@ -247,6 +247,8 @@ class Trace:
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that the step reaches from outside: an input that every rank holds whole."""
         name = next((n for n, t in self.objects.free.items() if t is tensor), f"constant_{len(self.lifted)}")
+        if any(e.input.name == name for e in self.entries):
+            name = f"{name} (outside)"
         input = Input(Role.USER, name)
         entry = Entry(input, Slot(input, tensor), tensor)
         entry.traced, node = lift(self.faker.tensor(tensor), f"outside_{len(self.lifted)}")

@@ -24,6 +24,7 @@ class Build:
         self.graph = fx.Graph()
         self.fake, self.world, self.rank = fake, world, rank
         self.origin: fx.Node | None = None  # the step's node being expanded
+        self.moving: fx.Node | None = None  # the step's node being redistributed for it
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call and compute its local fake value."""
@@ -45,6 +46,10 @@ class Build:
         if self.origin is not None:
             node.meta.update({k: self.origin.meta[k] for k in PROVENANCE if k in self.origin.meta})
             node.meta["step"] = self.origin.meta.get("step", self.origin.name)
+        if self.moving is not None:  # for another's sake: whether this is a gradient has nothing to do with that
+            node.meta.pop("grad_of", None)
+            if "grad_of" in self.moving.meta:
+                node.meta["grad_of"] = self.moving.meta["grad_of"]
 
     def val(self, node: fx.Node) -> torch.Tensor:
         return node.meta["val"]

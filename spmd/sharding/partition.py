@@ -268,9 +268,11 @@ class Partition:
             what = f"{x.target} is taken of each rank's own part of the batch; {self.reader} needs it of the whole"
             raise PlacementError(Offence(what, where(self.reader or x), remedy='use buffers="global"'))
         shape = tuple(x.meta["val"].shape)
+        self.build.moving = x
         moved = redistribute(
             self.build, local, shape, a, b, Wire(self.axis.group, self.note(x, a, b)), self.padded.get(x)
         )
+        self.build.moving = None
         self.mark(moved, x, b)
         self.env[x, b] = moved
         return moved

@@ -93,12 +93,15 @@ class Propagation:
         self.moved: set[tuple[fx.Node, Layout]] = set()
         self.whole: set[fx.Node] = set()  # gathered for a whole-matrix computation: stay replicated until stored
         self.rules: dict[fx.Node, tuple[Call, Rule | None]] = {}
+        self.shapes: dict[str, torch.Size] = {}  # of parameters
 
     def run(self) -> Plan:
         placeholders = self.step.placeholders
         for node, spec, layout in zip(placeholders, self.step.inputs, self.constraints.inputs, strict=True):
             self.plan.layouts[node] = layout
             self.kind[node] = BATCH if spec.role is Role.USER and self.plan.blocks is not None else STATE
+            if spec.role is Role.PARAMETER:
+                self.shapes[spec.name] = node.meta["val"].shape
             if spec.role is not Role.USER:
                 self.plan.views[node] = self.plan.roots[node] = node
         for node in self.step.graph.nodes:
@@ -177,7 +180,7 @@ class Propagation:
                 found = rule.transfer(i, shard, self.world)
                 if found:
                     yield *found, kind, False
-        for group in rule.linear:
+        for group in self.linear(call, rule):
             if all(current[i] == Partial() and self.keeps_partial(call.tensors[i]) for i in group):
                 yield (
                     [Partial() if i in group else R for i in range(len(current))],
@@ -211,7 +214,14 @@ class Propagation:
         if reader.op != "call_function" or reader.target is operator.getitem:
             return False
         call, rule = self.rule(reader)
-        return rule is not None and any(call.tensors[i] is x for group in rule.linear for i in group)
+        if rule is None or not any(call.tensors[i] is x for group in self.linear(call, rule) for i in group):
+            return False
+        return not rule.view or x in self.plan.settled or all(self.linear_in(user, reader) for user in reader.users)
+
+    def linear(self, call: Call, rule: Rule) -> tuple[tuple[int, ...], ...]:
+        """Sets of inputs through which a partial sum may go on. One of samples, on an axis that all have the same of, ends before it spreads."""
+        spreads = rule.heavy or len(call.values) > 1
+        return () if spreads and self.plan.blocks is None and self.of_samples(call) else rule.linear
 
     # ---------------------------------------------------------------------------------------------- cost
 
@@ -263,9 +273,10 @@ class Propagation:
 
     def of_matrices(self, call: Call, rule: Rule) -> bool:
         """Whether this may be an optimizer's work on whole matrices. Where the axis has no part in the batch, what carries it is the model's."""
-        if self.plan.blocks is not None:
-            return rule.heavy
-        return rule.heavy and not any(c is not None for x in call.tensors for c in x.meta.get("varies") or ())
+        return rule.heavy and (self.plan.blocks is not None or not self.of_samples(call))
+
+    def of_samples(self, call: Call) -> bool:
+        return any(c is not None for x in call.tensors for c in x.meta.get("varies") or ())
 
     def move_cost(self, x: fx.Node, a: Layout, b: Layout) -> float:
         """Weighted bytes of bringing `x` from layout `a` to `b`."""
@@ -318,8 +329,10 @@ class Propagation:
         elif all(w == R for w in wants) and any(x in self.whole for x in call.tensors):
             self.whole.add(node)
         self.settle(node)
-        fqn = node.meta.get("grad_of")
-        if fqn and isinstance(plan.layouts[node], Partial) and any(not accumulates(node, u) for u in node.users):
+        fqn = str(node.meta.get("grad_of", ""))
+        if not fqn or self.shapes.get(fqn, node.meta["val"].shape) != node.meta["val"].shape:
+            return  # no gradient, or one that other axes have yet to cut
+        if isinstance(plan.layouts[node], Partial) and any(not accumulates(node, u) for u in node.users):
             plan.settled[node] = self.constraints.gradients.get(fqn, R)
             self.kind[node] = STATE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -435,6 +436,13 @@ def _averaged(**options: Any) -> tuple[nn.Module, nn.Module]:
     return model, AveragedModel(model, **options)
 
 
+def _tensor_parallel() -> Iterable[Case]:
+    yield from plans.cases()
+    for case in _transformers():
+        if plan := plans.TRANSFORMERS.get(case.name):
+            yield replace(case, name=case.name.replace("hf_", "tensor_"), plan=plan)
+
+
 FAMILIES = (
     _optimizers,
     _parameters,
@@ -447,7 +455,7 @@ FAMILIES = (
     _transformers,
     _algebra,
     _custom_optimizers,
-    plans.cases,
+    _tensor_parallel,
 )
 CASES: dict[str, Case] = {case.name: case for family in FAMILIES for case in family()}
 

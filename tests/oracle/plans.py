@@ -87,6 +87,34 @@ SEQUENCE: dict[str, Any] = {
     "layers.*.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
 }
+LLAMA: dict[str, Any] = {
+    "model.embed_tokens": RowwiseParallel(),
+    "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+    "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(),
+}
+BERT: dict[str, Any] = {
+    "bert.embeddings.word_embeddings": RowwiseParallel(),
+    "bert.encoder.layer.*.attention.self.[qkv]*": ColwiseParallel(),
+    "bert.encoder.layer.*.attention.output.dense": RowwiseParallel(),
+    "bert.encoder.layer.*.intermediate.dense": ColwiseParallel(),
+    "bert.encoder.layer.*.output.dense": RowwiseParallel(),
+}
+T5: dict[str, Any] = {
+    "shared": RowwiseParallel(),
+    "*.block.*.layer.0.SelfAttention.[qkv]": ColwiseParallel(),
+    "*.block.*.layer.0.SelfAttention.o": RowwiseParallel(),
+    "decoder.block.*.layer.1.EncDecAttention.[qkv]": ColwiseParallel(),
+    "decoder.block.*.layer.1.EncDecAttention.o": RowwiseParallel(),
+    "encoder.block.*.layer.1.DenseReluDense.wi": ColwiseParallel(),
+    "encoder.block.*.layer.1.DenseReluDense.wo": RowwiseParallel(),
+    "decoder.block.*.layer.2.DenseReluDense.wi": ColwiseParallel(),
+    "decoder.block.*.layer.2.DenseReluDense.wo": RowwiseParallel(),
+}
+TRANSFORMERS = {"hf_llama": LLAMA, "hf_bert": BERT, "hf_t5": T5}
 TWO_LINEARS: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
