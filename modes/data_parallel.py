@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.fx as fx
 
+from spmd.cost import link_of, seconds
 from spmd.errors import PlacementError
 from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Output, Role, StepGraph
@@ -25,6 +26,7 @@ class DataParallelStyle(StrEnum):
     ZERO1 = "zero1"  # states split: gradients are all-reduced, each rank updates its part, and parameters are gathered after
     ZERO2 = "zero2"  # the same, and gradients are reduce-scattered
     FULLY_SHARD = "fully_shard"  # split over the ranks, gathered for use: gradients are reduce-scattered (FSDP, ZeRO-3)
+    DEFAULT = "default"  # each parameter replicated or fully sharded, by its size and what that costs on this mesh
     HYBRID_SHARD = (
         "hybrid_shard"  # on a mesh of two axes: replicated along the first, fully sharded along the second (HSDP)
     )
@@ -35,14 +37,17 @@ SPLIT: dict[DataParallelStyle, tuple[Role, ...]] = {  # what lies in parts at re
     DataParallelStyle.ZERO1: (Role.STATE,),
     DataParallelStyle.ZERO2: (Role.STATE,),
     DataParallelStyle.FULLY_SHARD: (Role.PARAMETER, Role.GRADIENT, Role.STATE),
+    DataParallelStyle.DEFAULT: (Role.PARAMETER, Role.GRADIENT, Role.STATE),  # of those that are chosen
 }
+SCATTERED = (DataParallelStyle.ZERO2, DataParallelStyle.FULLY_SHARD, DataParallelStyle.DEFAULT)
 
 
 @dataclass(frozen=True)
 class DataParallelMode(ParallelMode):
     """Split the batch over the ranks.
 
-    parallel_style: "replicate", "zero1", "zero2", "fully_shard" or "hybrid_shard", see DataParallelStyle.
+    parallel_style: "replicate", "zero1", "zero2", "fully_shard", "default" or "hybrid_shard", see DataParallelStyle.
+    min_numel: "default" replicates parameters with fewer elements. None: those that take longer to start moving than to move.
     input_batch_dim, replicated_inputs: see ParallelMode.
     axis: name of the mesh axis, for compose(); of both for "hybrid_shard".
     buffers: "global": batch norm takes the statistics of the whole batch, as on one device. "local": each rank normalizes its share by its own
@@ -58,6 +63,7 @@ class DataParallelMode(ParallelMode):
     replicated_inputs: tuple[str, ...] = ()
     axis: str | tuple[str, ...] | None = None
     buffers: Literal["global", "local"] = "global"
+    min_numel: int | None = None
 
     def __post_init__(self) -> None:
         styles = [s.value for s in DataParallelStyle]
@@ -80,19 +86,19 @@ class DataParallelMode(ParallelMode):
         return tuple(replace(self, parallel_style=style) for style in along)
 
     def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
-        nodes = step.placeholders
-        inputs = tuple(self.place(spec, ph, axis) for spec, ph in zip(step.inputs, nodes, strict=True))
-        parameters = {x.name: p for x, p in zip(step.inputs, inputs, strict=True) if x.role is Role.PARAMETER}
-        scattered = self.parallel_style in (DataParallelStyle.ZERO2, DataParallelStyle.FULLY_SHARD)
-        gradients = {
-            x.name: split(ph, axis) if scattered else R
-            for x, ph in zip(step.inputs, nodes, strict=True)
-            if x.role is Role.PARAMETER
-        }
+        nodes = dict(zip(step.inputs, step.placeholders, strict=True))
+        inputs = tuple(self.place(spec, ph, axis) for spec, ph in nodes.items())
+        stored = {x.name: (ph, p) for (x, ph), p in zip(nodes.items(), inputs, strict=True) if x.role is Role.PARAMETER}
+        parameters = {name: p for name, (_, p) in stored.items()}
+        scattered = self.parallel_style in SCATTERED
+        gradients = {name: self.split(ph, axis) if scattered else R for name, (ph, _) in stored.items()}
         outputs = tuple(
             self.result(out, x, inputs, parameters, axis) for out, x in zip(step.outputs, step.results, strict=True)
         )
-        return Constraints(inputs, outputs, gradients=gradients, blocks=axis.blocks, buffers=self.buffers)
+        reasons = {name: self.whole(ph, axis) for name, (ph, _) in stored.items()}
+        return Constraints(
+            inputs, outputs, gradients=gradients, blocks=axis.blocks, reasons=reasons, buffers=self.buffers
+        )
 
     def place(self, spec: Input, ph: fx.Node, axis: Axis) -> Layout | None:
         if not isinstance(ph.meta["val"], torch.Tensor):
@@ -103,7 +109,23 @@ class DataParallelMode(ParallelMode):
 
     def at_rest(self, role: Role, x: fx.Node, axis: Axis) -> Layout:
         """A gradient that lives on lies as its parameter does."""
-        return split(x, axis) if role in SPLIT[DataParallelStyle(self.parallel_style)] else R
+        return self.split(x, axis) if role in SPLIT[DataParallelStyle(self.parallel_style)] else R
+
+    def split(self, x: fx.Node, axis: Axis) -> Layout:
+        """On the first dim that has a row for each rank."""
+        layout = state_shard(x.meta["val"].shape, axis.world, x.meta.get("uneven", ()))
+        return R if self.whole(x, axis) else layout
+
+    def whole(self, x: fx.Node, axis: Axis) -> str:
+        """Why "default" doesn't split a parameter or its states; "" if it does, and in the other styles."""
+        if self.parallel_style is not DataParallelStyle.DEFAULT:
+            return ""
+        val, link = x.meta["val"], link_of(axis.device)
+        least = link.alpha * link.bandwidth / 4 if self.min_numel is None else self.min_numel
+        if val.numel() < least:
+            more = seconds("all_gather", 4 * val.numel(), axis.world, link) * 1e6
+            return f"fewer than {least:.0f} elements: a gather would take {more:.0f} us, most of them to start"
+        return "" if max(val.shape) >= axis.world else f"no dim has {axis.world} rows"
 
     def result(
         self,
@@ -120,11 +142,6 @@ class DataParallelMode(ParallelMode):
         if out.role is Role.STATE and isinstance(x, fx.Node):  # made by this very step
             return self.at_rest(Role.STATE, x, axis)
         return None
-
-
-def split(x: fx.Node, axis: Axis) -> Layout:
-    """On the first dim that has a row for each rank."""
-    return state_shard(x.meta["val"].shape, axis.world, x.meta.get("uneven", ()))
 
 
 def batch_share(x: fx.Node, dim: int, axis: Axis) -> Sharded:

@@ -23,7 +23,7 @@ from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import Role, StepGraph
 from spmd.graph.verify import verify_local, verify_step
-from spmd.modes import DataParallelMode, ParallelMode
+from spmd.modes import DataParallelMode, ParallelMode, registry
 from spmd.passes import GraphPass, PassPipeline, Rewrite
 from spmd.runtime.binding import placed
 from spmd.runtime.counter import CounterDraws
@@ -124,16 +124,18 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
     }
     modes = mode.over(world.shape, world.names)
     plans: list[Plan] = []
+    reasons: dict[str, str] = {}
     for axis, policy in reversed(list(zip(world.axes([m.splits_batch for m in modes]), modes, strict=True))):
         lies = {name: layouts[axis.index] for name, layouts in known.items()}
         constraints = pin(policy.of(captured.submodules()).constraints(part, axis), part, lies)
+        reasons.update(constraints.reasons)
         plans.insert(0, propagate(part, constraints, axis.world))
         if axis.index:
             part = divide(part, plans[0], axis)
     local = partition(part, plans[0], axis, agree=world.size > 1)
     outputs = [None if None in places else places for places in zip(*(plan.outputs for plan in plans), strict=True)]
     fallbacks = [node for plan in reversed(plans) for node in plan.fallbacks]
-    local = replace(local, step=concrete, outputs=tuple(outputs), fallbacks=fallbacks)
+    local = replace(local, step=concrete, outputs=tuple(outputs), fallbacks=fallbacks, reasons=reasons)
     return replace(local, mesh_shape=world.shape, coordinate=world.coordinate)
 
 
@@ -141,7 +143,7 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
 def compile(
     func: Callable[P, T],
     *,
-    parallel_mode: ParallelMode | None = ...,
+    parallel_mode: ParallelMode | str | None = ...,
     mesh: DeviceMesh | None = ...,
     passes: Passes = ...,
     seed: int | None = ...,
@@ -154,7 +156,7 @@ def compile(
 def compile(
     func: None = None,
     *,
-    parallel_mode: ParallelMode | None = ...,
+    parallel_mode: ParallelMode | str | None = ...,
     mesh: DeviceMesh | None = ...,
     passes: Passes = ...,
     seed: int | None = ...,
@@ -166,7 +168,7 @@ def compile(
 def compile(
     func: Callable[P, T] | None = None,
     *,
-    parallel_mode: ParallelMode | None = None,
+    parallel_mode: ParallelMode | str | None = None,
     mesh: DeviceMesh | None = None,
     passes: Passes = "default",
     seed: int | None = None,
@@ -177,7 +179,7 @@ def compile(
 
     Args:
         func: the step: any function, method or partial. Use as a decorator with or without arguments.
-        parallel_mode: how tensors lie on the mesh. Default: DataParallelMode("fully_shard").
+        parallel_mode: how tensors lie on the mesh: a mode, or the name of a data parallel style or of a plugin's mode. Default: "fully_shard".
         mesh: the mesh, of as many axes as the mode works on; default: all ranks of the default process group, made from torchrun's environment if it doesn't exist.
         passes: "default", "none", a spec such as "dedup,bucket{cap_mb=25}" or "default,-overlap", a PassPipeline, or a list of passes, specs and
             callables from GraphModule to GraphModule. The variable SPMD_PASSES, a spec, stands above it; "default" in it is what's given here.
@@ -201,5 +203,5 @@ def compile(
         return functools.partial(compile, parallel_mode=parallel_mode, mesh=mesh, **options)
     if randomness not in ("eager", "counter"):
         raise ValueError(f'randomness={randomness!r} is unknown; it\'s "eager" or "counter"')
-    pipeline = PassPipeline.of(passes).here()
-    return CompiledStep(func, parallel_mode or DataParallelMode(), mesh, pipeline, seed, randomness, sync)
+    mode = registry.mode(parallel_mode) if isinstance(parallel_mode, str) else parallel_mode or DataParallelMode()
+    return CompiledStep(func, mode, mesh, PassPipeline.of(passes).here(), seed, randomness, sync)

@@ -56,7 +56,7 @@ STAGED = (
 
 
 def _stages() -> Iterator[Any]:
-    for style in ("zero1", "zero2"):
+    for style in ("zero1", "zero2", "default"):
         for name in STAGED:
             marks = () if name in STAGED[:2] else pytest.mark.slow
             yield pytest.param(name, style, 3, False, id=f"{name}-{style}-3", marks=marks)

@@ -17,3 +17,4 @@ class Axis:
     group: str = ""
     index: int = 0  # in the mesh
     blocks: int | None = 1
+    device: str = "cpu"  # type of its devices

@@ -10,7 +10,7 @@ Node metadata beside the step graph's: `collective` (a Collective, on the node t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,7 @@ class LocalGraph:
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]  # this rank's place in the mesh
     fallbacks: list[Any] = field(default_factory=list)  # ops that ran on replicated inputs for want of a rule
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why an input lies as it does, where its mode has chosen
     history: list[PassRecord] = field(default_factory=list)  # the passes that it has been through
 
     @property

@@ -29,6 +29,7 @@ class PlacedTensor:
     dtype: torch.dtype
     layout: str
     nbytes: int  # on this rank, padding included
+    reason: str = ""  # why it lies so, where its mode has chosen
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,12 @@ class Explanation:
         return Group(*tables)
 
     def placement_table(self) -> Table:
-        table = Table("role", "tensor", "shape", "placement", "bytes here", title="placements", title_justify="left")
+        told = any(p.reason for p in self.placements)
+        columns = ["role", "tensor", "shape", "placement", "bytes here", *(["reason"] if told else [])]
+        table = Table(*columns, title="placements", title_justify="left")
         for p in self.placements:
-            table.add_row(p.role, p.name, "x".join(map(str, p.shape)) or "scalar", p.layout, size(p.nbytes))
+            shape = "x".join(map(str, p.shape)) or "scalar"
+            table.add_row(p.role, p.name, shape, p.layout, size(p.nbytes), *([p.reason] if told else []))
         return table
 
     def collective_table(self) -> Table:
@@ -148,7 +152,15 @@ def placed(local: LocalGraph) -> list[PlacedTensor]:
         shape = buffer_shape(val.shape, layouts, local.mesh_shape, local.coordinate)
         nbytes = torch.Size(shape).numel() * val.element_size()
         rows.append(
-            PlacedTensor(str(spec.role), spec.name, tuple(val.shape), val.dtype, ",".join(map(str, layouts)), nbytes)
+            PlacedTensor(
+                str(spec.role),
+                spec.name,
+                tuple(val.shape),
+                val.dtype,
+                ",".join(map(str, layouts)),
+                nbytes,
+                local.reasons.get(spec.name, ""),
+            )
         )
     return rows
 

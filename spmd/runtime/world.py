@@ -69,7 +69,8 @@ class World:
         found, blocks = [], 1
         for i, (ranks, split) in enumerate(zip(self.shape, splits, strict=True)):
             group = self.group(i).group_name if self.mesh is not None else f"{i}"
-            found.append(Axis(ranks, self.coordinate[i], group, i, blocks if split else None))
+            device = self.device.type if self.device is not None else "cpu"
+            found.append(Axis(ranks, self.coordinate[i], group, i, blocks if split else None, device))
             blocks *= ranks if split else 1
         return found
 

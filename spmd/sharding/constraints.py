@@ -26,6 +26,7 @@ class Constraints:
     gradients: Mapping[str, Layout] = field(default_factory=dict)
     blocks: int | None = 1
     values: Mapping[str, Layout] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why an input lies as it does, by name; for reports
     buffers: Literal["global", "local"] = "global"  # whose statistics batch norm takes: the batch's, or each rank's own
 
 

@@ -54,7 +54,7 @@ def spmd_compile(step: Callable[..., Any], case: Case, style: str) -> Callable[.
         data = DataParallelMode(style.removesuffix(" x tensor"), axis="dp", **options)
         mode = compose(data, TensorParallelMode(case.plan, axis="tp", **options))
     else:
-        mode = DataParallelMode(style, **options)
+        mode = DataParallelMode(style, min_numel=20 if style == "default" else None, **options)
         names = ("node", "gpu") if style == "hybrid_shard" else ()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names) if names else None
     return spmd.compile(step, parallel_mode=mode, mesh=mesh)
