@@ -151,6 +151,7 @@ def gathered(program: LocalGraph) -> list[str]:
 
 
 def carries_batch(node: fx.Node) -> bool:
-    """What doesn't is made of parameters, or a sum. Nodes of decompositions are told by their sizes: no other in the zoo is a multiple of the batch."""
-    varies = node.meta.get("varies") or [size % BATCH == 0 or None for size in node.meta["val"].shape]
+    """What doesn't is made of parameters, or a sum. Nodes of decompositions are told by their sizes: of several dims, none else is a multiple of the batch."""
+    shape = node.meta["val"].shape
+    varies = node.meta.get("varies") or [(len(shape) > 1 and size % BATCH == 0) or None for size in shape]
     return any(scale is not None for scale in varies)
