@@ -200,8 +200,24 @@ class Propagation:
         beside_state = any(
             isinstance(p, Sharded) and self.kind.get(x) == STATE for x, p in zip(call.tensors, current, strict=True)
         )
-        share = batch_shard(call.tensors[i], self.plan.blocks, share=False) if rule.heavy or beside_state else None
+        share = self.share(call.tensors[i], part=True) if rule.heavy or beside_state else None
         return share.canonical(self.world) if share is not None else None
+
+    def share(self, x: fx.Node, part: bool = False) -> Sharded | None:
+        """The batch shard of a value, whatever its layout: where the batch lies within a dim is known from what it was made of.
+
+        part: a part of the batch will do (a micro-batch), where the dim is no multiple of it.
+        """
+        found = batch_shard(x, self.plan.blocks, share=not part)
+        if found is None or found.inner == 1 or x.op != "call_function" or x.target is operator.getitem:
+            return found
+        call, rule = self.rule(x)
+        if rule is not None and not rule.whole and call.tensors and rule.inputs[0] is not None:
+            source = self.share(call.tensors[0], part)
+            moved = rule.transfer(0, source, self.world) if source is not None else None
+            if moved is not None and isinstance(moved[1][0], Sharded) and moved[1][0].dim == found.dim:
+                return moved[1][0]
+        return found
 
     def keeps_partial(self, x: fx.Node) -> bool:
         """If one reader of a partial forces its reduction, all read the reduced value."""
@@ -359,7 +375,7 @@ class Propagation:
         if want is not None:
             return want
         found = self.read(x, self.step.graph.output_node())
-        share = batch_shard(x, self.plan.blocks)
+        share = self.share(x)
         if share is None:
             return R
         if isinstance(found, Sharded) and found.dim == share.dim and self.kind.get(x) == BATCH:
