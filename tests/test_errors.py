@@ -329,7 +329,7 @@ def _misnamed() -> str:
 
 def test_a_model_on_another_device_is_refused(world: World) -> None:
     for message in world.run(_on_meta, 2):
-        assert "meta" in message and "weight" in message
+        assert "weight" in message and "to_empty" in message
 
 
 def _on_meta() -> str:

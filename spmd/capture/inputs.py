@@ -138,9 +138,19 @@ def check_state(objects: Objects, arguments: Arguments) -> None:
     Raises:
         StateError: an optimizer holds tensors that no module does, tensors overlap in memory, or devices differ.
     """
-    offences = [*_orphans(objects), *_overlaps(objects), *_devices(objects, arguments)]
+    offences = [*_unmade(objects), *_orphans(objects), *_overlaps(objects), *_devices(objects, arguments)]
     if offences:
         raise StateError(offences)
+
+
+def _unmade(objects: Objects) -> Iterator[Offence]:
+    for t in objects.tensors.values():
+        if t.tensor.device.type == "meta":
+            yield Offence(
+                "it's on the meta device and has no values yet",
+                fqn=t.name,
+                remedy='make the model\'s memory first, model.to_empty(device="..."), fill it, and build the optimizer after that',
+            )
 
 
 def _orphans(objects: Objects) -> Iterator[Offence]:

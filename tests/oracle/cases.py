@@ -361,6 +361,7 @@ def _models() -> Iterable[Case]:
     cnn = models.CNN
     yield Case("gpt", partial(models.GPT, blocks=2), tokens, words, momentum)
     yield Case("gpt_fused_clip", models.GPT, steps.basic(steps.tokens, clip=1.0), words, over(optim.AdamW, fused=True))
+    yield Case("params_from_meta", models.from_meta, tokens, words, momentum)
     yield Case("gpt_rmsnorm", partial(models.GPT, norm=nn.RMSNorm), tokens, words, momentum)
     yield Case("gpt_six_heads", partial(models.GPT, heads=6), tokens, words, momentum)
     yield Case("cnn", cnn, classes, images, adamw)

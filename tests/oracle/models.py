@@ -310,3 +310,14 @@ class Rare(nn.Module):
         near = torch.cdist(x[:, 1], self.centres)
         picked = h[:, 0] + h[..., self.places].mean((1, 2)).unsqueeze(-1)
         return self.head(torch.cat([h.flatten(1), self.bag(words) + picked, near], dim=1))
+
+
+def from_meta() -> nn.Module:
+    """A GPT without memory at first; its tie is renewed, as `to_empty` gives each module memory of its own."""
+    with torch.device("meta"):
+        model = GPT()
+    model.to_empty(device="cpu")
+    model.head.weight = model.token.weight
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
