@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import spmd
@@ -39,7 +40,8 @@ def train(model: nn.Module, step: Callable[..., Any], data: tuple[Tensor, ...], 
     """Losses of two steps, and the parameters after them."""
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     mode = DataParallelMode(style, input_batch_dim=dim)
-    compiled = spmd.compile(step, parallel_mode=mode, seed=5, randomness="counter")
+    mesh = init_device_mesh("cpu", (2, 2)) if style == "hybrid_shard" else None
+    compiled = spmd.compile(step, parallel_mode=mode, mesh=mesh, seed=5, randomness="counter")
     local = [share(x, dim) for x in data]
     found = {f"loss {i}": whole(compiled(model, optim, *local)) for i in range(2)}
     return found | {name: whole(p) for name, p in model.named_parameters()}
@@ -127,6 +129,12 @@ def test_dropout_in_gpt(world: World, style: str, ranks: int, recompute: str) ->
 
 def test_parts_may_be_strided(world: World) -> None:
     for found in world.run(sequence_first, 2, "fully_shard"):
+        close(found, alone(sequence_first, "fully_shard"))
+
+
+def test_parts_of_parts(world: World) -> None:
+    """Two mesh axes split the batch: each draws its part of the other's."""
+    for found in world.run(sequence_first, 4, "hybrid_shard"):
         close(found, alone(sequence_first, "fully_shard"))
 
 

@@ -98,21 +98,23 @@ def test_a_word_is_that_of_its_position() -> None:
 
 
 @st.composite
-def shards(choose: st.DrawFn) -> tuple[list[int], Sharded, int]:
+def shards(choose: st.DrawFn) -> tuple[list[int], list[int] | None, int, Sharded, int]:
+    """Size, stride and offset of what is drawn, which may be another axis's part of something; its layout, the ranks."""
     outer, n, inner = (choose(st.integers(1, high)) for high in (3, 7, 3))
     size = choose(st.lists(st.integers(1, 4), max_size=3))
     dim = choose(st.integers(0, len(size)))
     size.insert(dim, outer * n * inner)
-    return size, Sharded(dim, outer, n, inner), choose(st.integers(2, 5))
+    stride = choose(st.none() | st.lists(st.integers(1, 50), min_size=len(size), max_size=len(size)))
+    return size, stride, choose(st.integers(0, 20)), Sharded(dim, outer, n, inner), choose(st.integers(2, 5))
 
 
 @given(shards())
 @settings(max_examples=60, deadline=None)
-def test_ranks_draw_their_parts_of_any_layout(case: tuple[list[int], Sharded, int]) -> None:
+def test_ranks_draw_their_parts_of_any_layout(case: tuple[list[int], list[int] | None, int, Sharded, int]) -> None:
     """Also uneven, empty and strided ones; the program is the same on every rank."""
-    size, layout, world = case
+    size, stride, offset, layout, world = case
     key = torch.tensor(keys.key_of(7, 2))
-    module = make_fx(lambda k: bits.op(k, 3, size), tracing_mode="fake")(key)
+    module = make_fx(lambda k: bits.op(k, 3, size, stride, offset), tracing_mode="fake")(key)
     module.graph.output_node().args = (tuple(module.graph.output_node().args),)
     step = StepGraph(module, (Input(Role.RANDOM, "key"),), (Output(Role.USER, "y"),))
     (placeholder,), (node,) = step.placeholders, step.results
@@ -121,7 +123,7 @@ def test_ranks_draw_their_parts_of_any_layout(case: tuple[list[int], Sharded, in
     plan.choices[node] = Choice(call, TABLE["spmd::random_bits"](call), [None], [layout])
     graphs = [partition(step, plan, Axis(world, r, "0")) for r in range(world)]
     parts = [out[0] for out in run_lockstep(graphs, [[key]] * world)]
-    assert torch.equal(join(parts, layout), whole(size))
+    assert torch.equal(join(parts, layout), bits.op(key, 3, size, stride, offset))
 
 
 # ---- statistics

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from spmd._torch import c10d_functional
-from spmd.sharding.build import Build
+from spmd.sharding.build import Build, add
 from spmd.sharding.layout import Layout, Partial, RankInt, Sharded, bounds
 from spmd.sharding.rule import Call, has_empty
 
@@ -124,11 +124,11 @@ def input_size(x: Expansion) -> fx.Node:
 
 
 def positions(x: Expansion) -> fx.Node:
-    """Random bits of a part: what `take` cuts out is described by sizes, strides and an offset in the global tensor."""
+    """Random bits of a part: what `take` cuts out is described by sizes, strides and an offset in the global tensor, of which it may be a part already."""
     shape, s, build = x.call.outputs[0] or (), x.outs[0], x.build
     if not isinstance(s, Sharded):
         return x.run()
-    stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    stride = list(x.call.arg("stride") or [math.prod(shape[d + 1 :]) for d in range(len(shape))])
     inner, length, start = stride[s.dim], build.local(shape, s)[s.dim], bounds(s.n, build.world, build.rank)[0]
     size: list[int] = [*shape[: s.dim], length, *shape[s.dim + 1 :]]
     if s.outer > 1:
@@ -139,7 +139,8 @@ def positions(x: Expansion) -> fx.Node:
         )
         size[s.dim : s.dim + 1], stride[s.dim : s.dim + 1] = [s.outer, run], [s.n * s.inner * inner, inner]
     x.put("size", size)
-    x.kwargs.update(stride=stride, offset=RankInt(start * s.inner * inner, f"start({s.n})*{s.inner * inner}"))
+    offset = RankInt(start * s.inner * inner, f"start({s.n})*{s.inner * inner}")
+    x.kwargs.update(stride=stride, offset=add(x.call.arg("offset") or 0, offset))
     return build.view(x.run(), build.local(shape, s))
 
 
