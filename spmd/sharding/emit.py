@@ -139,8 +139,9 @@ def positions(x: Expansion) -> fx.Node:
         )
         size[s.dim : s.dim + 1], stride[s.dim : s.dim + 1] = [s.outer, run], [s.n * s.inner * inner, inner]
     x.put("size", size)
+    x.put("stride", stride)
     offset = RankInt(start * s.inner * inner, f"start({s.n})*{s.inner * inner}")
-    x.kwargs.update(stride=stride, offset=add(x.call.arg("offset") or 0, offset))
+    x.put("offset", add(x.call.arg("offset") or 0, offset))
     return build.view(x.run(), build.local(shape, s))
 
 
