@@ -32,7 +32,8 @@ from spmd.runtime.progress import Stages
 from spmd.runtime.world import World
 from spmd.sharding.constraints import pin
 from spmd.sharding.partition import divide, partition
-from spmd.sharding.propagate import Plan, propagate
+from spmd.sharding.plan import Plan
+from spmd.sharding.propagate import propagate
 
 if TYPE_CHECKING:
     from spmd.report.explain import Explanation  # reports stand above: imported when asked for

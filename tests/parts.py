@@ -14,7 +14,7 @@ from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Output, Role, StepGraph
 from spmd.sharding.layout import Layout, Partial, take
 from spmd.sharding.partition import partition
-from spmd.sharding.propagate import Plan
+from spmd.sharding.plan import Plan
 
 F64 = torch.float64
 

@@ -23,7 +23,7 @@ from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Output, Role, StepGraph
 from spmd.sharding.layout import R, Sharded, join
 from spmd.sharding.partition import partition
-from spmd.sharding.propagate import Choice, Plan
+from spmd.sharding.plan import Choice, Plan
 from spmd.sharding.rule import Call
 from spmd.sharding.table import TABLE
 

@@ -13,7 +13,8 @@ from spmd.graph.step import StepGraph
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.layout import Layout, Partial, R, Sharded, join, shard
 from spmd.sharding.partition import partition
-from spmd.sharding.propagate import Choice, Plan, propagate
+from spmd.sharding.plan import Choice, Plan
+from spmd.sharding.propagate import propagate
 from spmd.sharding.rule import Call
 from spmd.sharding.sources import rule_for
 from spmd.sharding.table import TABLE

@@ -19,7 +19,7 @@ from spmd.sharding.apart import Failed, run_apart
 from spmd.sharding.example import same
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, join, shard, take
 from spmd.sharding.partition import partition
-from spmd.sharding.propagate import Choice, Plan
+from spmd.sharding.plan import Choice, Plan
 from spmd.sharding.register import REDUCTIONS, Op, resolve
 from spmd.sharding.rule import Call, Rule, Transfer
 from spmd.sharding.sources import rule_for

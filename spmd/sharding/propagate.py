@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spmd._torch import c10d_functional
 from spmd.graph.step import Role, StepGraph
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.decompose import decompose, decomposition
 from spmd.sharding.layout import Layout, Partial, R, Replicated, Sharded, shard
-from spmd.sharding.rule import OWN, ROWS, Call, Rule, Transfer
+from spmd.sharding.plan import Choice, Plan
+from spmd.sharding.rule import OWN, ROWS, Call, Rule
+from spmd.sharding.sink import sink
 from spmd.sharding.sources import rule_for
 
 BATCH, STATE = (
@@ -34,35 +34,6 @@ STAYS = 1000.0  # gathering the batch; or a parameter, on an axis that has no pa
 REPLICATED_WORK = 1e5  # running a heavy op on the whole batch on every rank
 ACCIDENTAL_TP = 1e6  # following a weight's shard where the batch could be followed
 FORBIDDEN = 1e17
-
-
-@dataclass
-class Choice:
-    """How one node runs."""
-
-    call: Call
-    rule: Rule | None
-    wants: list[Layout | None]  # per tensor input; None: as it is
-    outs: list[Layout]  # per leaf of the node's value
-
-
-@dataclass
-class Plan:
-    """The layouts of every value on one axis."""
-
-    world: int
-    blocks: int | None = 1
-    layouts: dict[fx.Node, Any] = field(
-        default_factory=dict
-    )  # Layout, or a nest of them for a node that yields several tensors
-    choices: dict[fx.Node, Choice] = field(default_factory=dict)
-    settled: dict[fx.Node, Layout] = field(
-        default_factory=dict
-    )  # values that are moved once, where they appear, and read so: partial gradients, and what a mode wants
-    views: dict[fx.Node, fx.Node] = field(default_factory=dict)  # views: what they are of, whose gather they share
-    roots: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the same through casts: always a stored tensor
-    outputs: list[Layout | None] = field(default_factory=list)
-    fallbacks: list[fx.Node] = field(default_factory=list)  # ops without a rule that gathered something
 
 
 def propagate(step: StepGraph, constraints: Constraints, world: int) -> Plan:
@@ -387,55 +358,3 @@ def accumulates(x: fx.Node, reader: fx.Node) -> bool:
     """Whether `reader` only adds to the gradient `x`."""
     fqn = x.meta.get("grad_of")
     return fqn is not None and reader.meta.get("grad_of") == fqn
-
-
-def sink(step: StepGraph, plan: Plan) -> None:
-    """Compute on the part what is replicated but only ever wanted as one part: zeros, masks, expands over the batch."""
-    uses: dict[fx.Node, set[Any]] = {}
-    for x, want in zip(step.results, plan.outputs, strict=True):
-        if isinstance(x, fx.Node):
-            uses.setdefault(x, set()).add(want)
-    for node in reversed(step.graph.nodes):
-        choice = plan.choices.get(node)
-        if choice is None:
-            if node.target is operator.getitem:
-                uses.setdefault(node.args[0], set()).add("part")
-            continue
-        wanted = uses.get(node, set())
-        if len(wanted) == 1 and len(choice.outs) == 1 and choice.outs[0] == R and node not in plan.settled:
-            (target,) = wanted
-            if isinstance(target, Sharded):
-                lower(choice, target, plan)
-        for x, w in zip(choice.call.tensors, choice.wants, strict=True):
-            uses.setdefault(x, set()).add("any" if w is None else w)
-
-
-def lower(choice: Choice, target: Sharded, plan: Plan) -> None:
-    """Make a replicated choice yield `target`, where a rule allows it without moving anything."""
-    rule, call = choice.rule, choice.call
-    if rule is None or rule.whole or any(w is not None and w != R for w in choice.wants):
-        return
-    if call.target is c10d_functional.wait_tensor.default:  # what is on its way can't be cut
-        return
-    found: Transfer | None
-    if all(labels is None for labels in rule.inputs):
-        found = ([None] * len(rule.inputs), [target]) if rule.sizes else None
-    elif rule.outputs[0] and rule.outputs[0][target.dim] == ROWS:
-        found = [R if labels else None for labels in rule.inputs], [target]
-    else:
-        found = next(iter(inverse(call, rule, target, plan.world)), None)
-    if found and all(w is None or plan.layouts[x] == R for x, w in zip(call.tensors, found[0], strict=True)):
-        choice.wants, choice.outs = found
-        plan.layouts[call.node] = target
-
-
-def inverse(call: Call, rule: Rule, target: Sharded, world: int) -> Iterable[tuple[list[Layout | None], list[Layout]]]:
-    """Transfers of `rule` that give exactly `target`."""
-    for i, shape in enumerate(call.inputs):
-        if rule.inputs[i] is None:
-            continue
-        for d, size in enumerate(shape):
-            if math.prod((target.outer, target.n, target.inner)) == size:
-                found = rule.transfer(i, Sharded(d, target.outer, target.n, target.inner), world)
-                if found and found[1] == [target]:
-                    yield found

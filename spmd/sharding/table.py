@@ -1,4 +1,4 @@
-"""The table: op name -> category. One row a kind of op; what a category means is in categories.py."""
+"""The table: op name -> category. One row a kind of op; what a category means is told by its function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from spmd.sharding import categories as c
-from spmd.sharding import emit, lookup
+from spmd.sharding import emit, indexing, layers, lookup
 from spmd.sharding.rule import Call, Rule
 
 Entry = Callable[[Call], Rule | None]
@@ -44,7 +44,7 @@ row(partial(c.pointwise, linear=FIRST, view=True), "detach alias lift_fresh")
 row(partial(c.pointwise, linear=((1,),)), "copy")
 row(c.pointwise, "_prelu_kernel")
 row(partial(c.pointwise, linear=FIRST), "_prelu_kernel_backward")
-row(c.bucketize, "bucketize")
+row(indexing.bucketize, "bucketize")
 row(partial(c.pointwise, linear=((0, 1), (0, 2))), "addcmul")
 row(partial(c.pointwise, linear=((0, 1),)), "lerp addcdiv")
 row(c.add, "add sub rsub")
@@ -52,7 +52,7 @@ row(c.mul, "mul")
 row(c.div, "div")
 row(c.where, "where")
 row(c.cast, "_to_copy")
-row(c.fused_adam, "_fused_adam _fused_adamw")
+row(layers.fused_adam, "_fused_adam _fused_adamw")
 
 # made from a shape or from numbers
 row(c.like, "zeros_like ones_like full_like empty_like fill")
@@ -88,20 +88,20 @@ row(c.pad, "constant_pad_nd")
 
 # sums, products of matrices
 row(c.reduction, "sum mean amax amin max min any all")
-row(partial(c.einsum, equation="mk,kn->mn"), "mm")
-row(partial(c.einsum, equation="bmk,bkn->bmn"), "bmm")
-row(partial(c.einsum, equation="mk,k->m"), "mv")
-row(partial(c.einsum, equation="k,k->"), "dot vdot")
-row(partial(c.addmm, equation="mk,kn->mn"), "addmm")
-row(partial(c.addmm, equation="bmk,bkn->bmn"), "baddbmm")
-row(partial(c.addmm, equation="mk,k->m"), "addmv")
-row(c.ctc, "spmd::ctc_loss spmd::ctc_loss_backward")
-row(c.trilinear, "_trilinear")
-row(c.distances, "_cdist_forward _cdist_backward")
-row(c.convolution, "convolution")
-row(c.convolution_backward, "convolution_backward")
+row(partial(layers.einsum, equation="mk,kn->mn"), "mm")
+row(partial(layers.einsum, equation="bmk,bkn->bmn"), "bmm")
+row(partial(layers.einsum, equation="mk,k->m"), "mv")
+row(partial(layers.einsum, equation="k,k->"), "dot vdot")
+row(partial(layers.addmm, equation="mk,kn->mn"), "addmm")
+row(partial(layers.addmm, equation="bmk,bkn->bmn"), "baddbmm")
+row(partial(layers.addmm, equation="mk,k->m"), "addmv")
+row(layers.ctc, "spmd::ctc_loss spmd::ctc_loss_backward")
+row(layers.trilinear, "_trilinear")
+row(layers.distances, "_cdist_forward _cdist_backward")
+row(layers.convolution, "convolution")
+row(layers.convolution_backward, "convolution_backward")
 row(
-    c.attention,
+    layers.attention,
     """
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention
     _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
@@ -133,42 +133,42 @@ row(partial(c.whole_value, emit=emit.restrided), "as_strided as_strided_scatter"
 row(lookup.embedding, "embedding")
 row(lookup.embedding_backward, "embedding_dense_backward")
 row(lookup.gather, "gather")
-row(c.scatter, "scatter scatter_add scatter_reduce")
-row(c.index, "index _unsafe_index")
-row(c.index_put, "index_put _unsafe_index_put")
-row(c.index_select, "index_select")
-row(c.index_add, "index_add")
-row(c.index_copy, "index_copy")
+row(indexing.scatter, "scatter scatter_add scatter_reduce")
+row(indexing.index, "index _unsafe_index")
+row(indexing.index_put, "index_put _unsafe_index_put")
+row(indexing.index_select, "index_select")
+row(indexing.index_add, "index_add")
+row(indexing.index_copy, "index_copy")
 
 # independent over the leading dims
-row(c.rows, "searchsorted")
-row(c.norm, "native_layer_norm _fused_rms_norm")
-row(c.weight_norm, "_weight_norm_interface _weight_norm_interface_backward")
-row(c.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward")
-row(c.group_norm, "native_group_norm")
-row(c.group_norm_backward, "native_group_norm_backward")
+row(layers.rows, "searchsorted")
+row(layers.norm, "native_layer_norm _fused_rms_norm")
+row(layers.weight_norm, "_weight_norm_interface _weight_norm_interface_backward")
+row(layers.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward")
+row(layers.group_norm, "native_group_norm")
+row(layers.group_norm_backward, "native_group_norm_backward")
 row(
-    c.batch_norm,
+    layers.batch_norm,
     "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_batch_norm_backward",
 )
 row(
-    c.image,
+    layers.image,
     """
     adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool2d_backward adaptive_max_pool3d_backward
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices_backward
     upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_linear1d_backward""",
 )
 row(
-    partial(c.image, linear=FIRST),
+    partial(layers.image, linear=FIRST),
     """
     avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
     _adaptive_avg_pool3d _adaptive_avg_pool3d_backward upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest1d_backward upsample_nearest2d_backward
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward""",
 )
-row(c.columns, "im2col col2im")
-row(c.pixels, "pixel_shuffle pixel_unshuffle channel_shuffle")
-row(partial(c.matrices, linear=FIRST), "tril triu")
+row(layers.columns, "im2col col2im")
+row(layers.pixels, "pixel_shuffle pixel_unshuffle channel_shuffle")
+row(partial(layers.matrices, linear=FIRST), "tril triu")
 row(
-    c.matrices,
+    layers.matrices,
     "_linalg_eigh linalg_qr _linalg_svd linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_solve_ex linalg_lu_factor_ex linalg_lu_solve _linalg_slogdet _linalg_det linalg_eig linalg_matrix_exp",
 )

@@ -21,7 +21,8 @@ from spmd.graph.verify import verify_local, verify_step
 from spmd.modes import DataParallelMode
 from spmd.sharding.layout import Layout, Partial, join, local_shape, padded_shape, take
 from spmd.sharding.partition import partition
-from spmd.sharding.propagate import Plan, propagate
+from spmd.sharding.plan import Plan
+from spmd.sharding.propagate import propagate
 
 Parts = list[Tensor]  # one a rank
 
