@@ -112,7 +112,10 @@ class Propagation:
         call, rule = self.rule(node)
         current = [self.read(x, node) for x in call.tensors]
         if (instead := self.instead(call, rule, current)) is not None:
-            for new in decompose(self.step.graph, node, instead):
+            made = decompose(self.step.graph, node, instead)
+            for reader in {reader for new in made for reader in new.users}:
+                self.rules.pop(reader, None)  # looked at before, it read `node`
+            for new in made:
                 self.visit(new)
             return
         best: tuple[float, list[Layout | None], list[Layout], str, bool] | None = None

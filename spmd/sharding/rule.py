@@ -148,6 +148,8 @@ class ViewRule(Rule):
     result: Shape = ()
 
     def transfer(self, i: int, s: Sharded, world: int) -> Transfer | None:
+        if s.n == 1 and self.result:  # all of it is the first rank's
+            return [s], [Sharded(0, 1, 1, self.result[0])]
         chunk = ceil_div(s.n, world)
         for k in range(1, chunk + 1):  # coarser factors with the same cuts
             if chunk % k or s.n % k or ceil_div(s.n // k, world) * k != chunk:
