@@ -3,6 +3,7 @@
 from spmd.modes.base import ParallelMode
 from spmd.modes.compose import compose
 from spmd.modes.data_parallel import DataParallelMode, DataParallelStyle
+from spmd.modes.loss import loss_parallel
 from spmd.modes.parallelize import parallelize_module
 from spmd.modes.styles import (
     ColwiseParallel,
@@ -30,5 +31,6 @@ __all__ = [
     "SequenceParallel",
     "TensorParallelMode",
     "compose",
+    "loss_parallel",
     "parallelize_module",
 ]

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
-from spmd.errors import InputError, Offence, PlacementError
-from spmd.modes.plan import Plan, match
+from spmd.errors import Offence, PlacementError
+from spmd.modes.border import Border
+from spmd.modes.plan import Match, Plan, joined, normal, read
 from spmd.modes.styles import Description, ParallelStyle
 
-SHARDED = (
-    "_spmd_sharded"  # on a parameter that was replaced: what it was replaced by, for the other modules that hold it
-)
+# On a parameter that was replaced: what it was replaced by, for the other modules that hold it.
+SHARDED = "_spmd_sharded"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What `apply(module, mesh)` isn't told: where values come from, and what the module is called."""
+
+    src_data_rank: int | None = 0
+    fqn: str = ""
+
+
+CALL: ContextVar[Call] = ContextVar("parallelize_module", default=Call())  # noqa: B039  frozen
 
 
 def parallelize_module(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank: int | None = 0) -> nn.Module:
@@ -29,111 +40,90 @@ def parallelize_module(module: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_d
     Returns:
         The module, whose matched parameters are DTensors; tied ones stay one object.
     Raises:
-        PlacementError: the mesh has several axes, a style isn't for its module, or tied parameters would lie differently.
+        PlacementError: the mesh has several axes, a style isn't for its module, or two styles or tied parameters want different placements. Nothing
+            has changed then.
     """
+    check_axes(mesh)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    done: list[tuple[nn.Module, ParallelStyle]] = []
+    for found in read(plan, modules):
+        if (found.module, found.style) not in done:  # a module may have several names, or match several patterns
+            done.append((found.module, found.style))
+            before = CALL.set(Call(src_data_rank, found.fqn))
+            try:
+                apply(found, mesh)
+            finally:
+                CALL.reset(before)
+    retie(modules.values())
+    return module
+
+
+def check_axes(mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
         slices = " or ".join(f"mesh[{name!r}]" for name in mesh.mesh_dim_names or ()) or "one that has names, sliced"
-        raise PlacementError(f"parallelize_module works on one mesh axis, the mesh has {mesh.ndim}: pass {slices}")
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for _, sub, style in list(match(plan, modules)):
-        if type(style).apply is ParallelStyle.apply:
-            apply_description(style.describe(sub), sub, mesh, src_data_rank)
-        else:
-            style.apply(sub, mesh)
-    for sub in modules.values():
+        raise PlacementError(f"tensor parallelism works on one mesh axis, the mesh has {mesh.ndim}: pass {slices}")
+
+
+def apply(found: Match, mesh: DeviceMesh) -> None:
+    """Whatever the style does, parameters that it replaces are known by the other modules that hold them."""
+    retie(found.module.modules())
+    held = [(sub, name, old) for sub in found.module.modules() for name, old in sub._parameters.items()]
+    if found.style.apply(found.module, mesh) is not found.module:
+        what = f"{type(found.style).__name__}.apply doesn't return the module that it was given"
+        raise PlacementError(Offence(what, fqn=found.fqn, remedy="shard it in place and return it"))
+    for sub, name, old in held:
+        new = sub._parameters.get(name)
+        if old is not None and new is not None and new is not old:
+            setattr(old, SHARDED, new)
+
+
+def retie(modules: Iterable[nn.Module]) -> None:
+    """Where one of the modules that hold a parameter has a new one, all of them get it."""
+    for sub in modules:
         for name, parameter in sub._parameters.items():
-            sub._parameters[name] = getattr(parameter, SHARDED, parameter)
-    return module
+            while (parameter := getattr(parameter, SHARDED, None)) is not None:
+                sub._parameters[name] = parameter
 
 
-def apply_description(
-    description: Description, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0
-) -> nn.Module:
+def apply_description(description: Description, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """What a style says about `module`, done to it."""
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            placement = description.parameters.get(name, Replicate())
-            module._parameters[name] = sharded(parameter, placement, mesh, name, src_data_rank)
-    border = Border(description, module, mesh)
+    check_axes(mesh)
+    fqn = CALL.get().fqn
+    if description.parameters:
+        if any(isinstance(b := border(hook), Border) and b.description.parameters for hook in hooks(module)):
+            what = f"{type(module).__name__} has been parallelized already, and would be once more"
+            raise PlacementError(Offence(what, fqn=fqn, remedy="apply one style to it, once"))
+        retie([module])
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                placement = description.parameters.get(name)
+                module._parameters[name] = sharded(parameter, placement, mesh, joined(fqn, name))
+    at = Border(description, module, mesh, fqn)
     if description.desired_inputs or description.kwargs:
-        module.register_forward_pre_hook(border.enter, with_kwargs=True)
+        module.register_forward_pre_hook(at.enter, with_kwargs=True)
     if description.desired_outputs:
-        module.register_forward_hook(border.leave)
+        module.register_forward_hook(at.leave)
     return module
 
 
-def sharded(
-    parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, name: str, src_data_rank: int | None
-) -> nn.Parameter:
-    """The parameter as a DTensor; the one it was made before, where another module holds it too."""
-    known = getattr(parameter, SHARDED, parameter)
-    wanted = Shard(placement.dim % known.dim()) if isinstance(placement, Shard) else placement
-    if isinstance(known, DTensor):
-        if known.device_mesh != mesh or known.placements != (wanted,):
-            what = f"it lies as {known.placements} on {known.device_mesh} already, the plan wants {wanted} on {mesh}"
-            raise PlacementError(Offence(what, fqn=name, remedy="give tied parameters the same placement"))
-        return known  # type: ignore[return-value]
-    whole = distribute_tensor(parameter.detach(), mesh, [wanted], src_data_rank=src_data_rank)
+def hooks(module: nn.Module) -> Iterable[object]:
+    return (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+
+
+def border(hook: object) -> object:
+    return getattr(hook, "__self__", None)
+
+
+def sharded(parameter: nn.Parameter, placement: Placement | None, mesh: DeviceMesh, fqn: str) -> nn.Parameter:
+    """The parameter as a DTensor, replicated where nothing is said of it. One that is a DTensor already has to lie as it's wanted."""
+    wanted = normal(placement or Replicate(), parameter.dim())
+    if isinstance(parameter, DTensor):
+        if parameter.device_mesh != mesh or (placement is not None and parameter.placements != (wanted,)):
+            what = f"it lies as {parameter.placements} on {parameter.device_mesh} already, the plan wants {wanted} on {mesh}"
+            raise PlacementError(Offence(what, fqn=fqn, remedy="give tied parameters the same placement"))
+        return parameter
+    whole = distribute_tensor(parameter.detach(), mesh, [wanted], src_data_rank=CALL.get().src_data_rank)
     new = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    vars(new).update(vars(parameter))  # what users and libraries note on parameters
     setattr(parameter, SHARDED, new)
     return new
-
-
-class Border:
-    """The hooks of one module."""
-
-    def __init__(self, description: Description, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.description, self.mesh = description, mesh
-        self.name, self.features = type(module).__name__, getattr(module, "in_features", None)
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        d = self.description
-        if len(args) < len(d.desired_inputs):
-            what = f"{self.name} gets {len(args)} positional arguments, its style describes {len(d.desired_inputs)}"
-            raise InputError(Offence(what, remedy="describe keyword arguments by name: input_kwarg_layouts"))
-        if missing := [name for name in d.kwargs if name not in kwargs]:
-            raise InputError(
-                Offence(f"{self.name} isn't given the keyword arguments {missing} that its style describes")
-            )
-        local = d.use_local_input
-        new = [self.move(x, a, b, local) for x, a, b in zip(args, d.inputs, d.desired_inputs, strict=False)]
-        named = {name: self.move(kwargs[name], a, b, local) for name, (a, b) in d.kwargs.items()}
-        return (*new, *args[len(new) :]), {**kwargs, **named}
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        d = self.description
-        results = output if isinstance(output, (tuple, list)) else (output,)
-        if len(results) < len(d.desired_outputs):
-            what = f"{self.name} returns {len(results)} values, its style describes {len(d.desired_outputs)}"
-            raise InputError(
-                Offence(what, remedy="give a layout for each value that it returns, None for those to leave alone")
-            )
-        new = [
-            self.move(x, a, b, d.use_local_output)
-            for x, a, b in zip(results, d.outputs, d.desired_outputs, strict=False)
-        ]
-        whole = (*new, *results[len(new) :])
-        return type(output)(whole) if isinstance(output, (tuple, list)) else whole[0]
-
-    def move(self, x: Any, has: Placement | None, wants: Placement | None, local: bool) -> Any:
-        if not isinstance(x, torch.Tensor) or (has is None and wants is None):
-            return x
-        whole = x if isinstance(x, DTensor) else self.whole(x, has or Replicate())
-        if wants is not None and whole.placements != (wants,):
-            whole = whole.redistribute(placements=[wants])
-        return whole.to_local() if local else whole
-
-    def whole(self, x: torch.Tensor, has: Placement) -> DTensor:
-        """A plain tensor, understood as this rank's part. Parts may be uneven: how long all of them are is known for a Linear, else asked."""
-        if not isinstance(has, Shard):
-            return DTensor.from_local(x, self.mesh, [has], run_check=False)
-        dim = has.dim % x.dim()
-        if dim == x.dim() - 1 and self.features is not None:
-            length = self.features
-        else:
-            size = torch.tensor([x.shape[dim]], device=x.device)
-            dist.all_reduce(size, group=self.mesh.get_group())
-            length = int(size)
-        shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)

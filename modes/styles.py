@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,14 +12,15 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from spmd.errors import PlacementError
 
 Layouts = tuple[Placement | None, ...]  # None: left as it is
-Given = Placement | None | Sequence[Placement | None]
+Given = Placement | Sequence[Placement | None] | None
+ByName = Mapping[str, Placement | None] | tuple[tuple[str, Placement | None], ...]
 
 
 @dataclass(frozen=True)
 class Description:
     """How one module lies on a mesh axis.
 
-    parameters: placement of each of the module's own parameters, by its local name; those that aren't named are replicated.
+    parameters: placement of each of the module's own parameters, by its local name. Those that aren't named are replicated; if none is, all are left.
     inputs, desired_inputs: of the positional arguments: how a plain tensor is to be understood, and how the module gets it.
     kwargs: the same for keyword arguments, by name.
     outputs, desired_outputs: how the results come out, and how they leave.
@@ -37,8 +37,10 @@ class Description:
     use_local_output: bool = True
 
 
-class ParallelStyle(ABC):
+class ParallelStyle:
     """How to parallelize one module. Styles are immutable; one object may serve any number of modules.
+
+    A style of one's own overrides `describe`, which serves both ways of running, or `apply`, which is for `parallelize_module` only.
 
     Example:
         @dataclass(frozen=True)
@@ -48,23 +50,43 @@ class ParallelStyle(ABC):
                                    outputs=(Partial(),), desired_outputs=(Replicate(),))
     """
 
-    @abstractmethod
     def describe(self, module: nn.Module) -> Description:
         """What the style means for `module`, which isn't changed.
 
         Raises:
             PlacementError: it isn't for modules of this kind.
         """
+        raise PlacementError(f"{type(self).__name__} doesn't say what it means: override describe(module)")
+
+    @property
+    def describes(self) -> bool:
+        """Whether it says what it means, rather than only doing it."""
+        return type(self).describe is not ParallelStyle.describe
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Shard `module` over the one axis of `mesh`, in place: its parameters become DTensors, hooks redistribute what goes in and out."""
+        """Shard `module` over the one axis of `mesh`, in place, and return it: its parameters become DTensors, hooks redistribute what goes in and out."""
         from spmd.modes.parallelize import apply_description
 
         return apply_description(self.describe(module), module, mesh)
 
 
-def layouts(given: Placement | Sequence[Placement | None] | None) -> Layouts:
-    return tuple(given) if isinstance(given, Sequence) else (given,)
+def layouts(given: Given) -> Layouts:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, Placement) else tuple(given)
+
+
+def normalize(style: ParallelStyle, *names: str) -> None:
+    """Layouts as tuples, and those by name as sorted pairs: what was given may change later, the style doesn't."""
+    for name in names:
+        given = getattr(style, name)
+        by_name = name.endswith("_kwarg_layouts")
+        object.__setattr__(style, name, tuple(sorted(dict(given).items())) if by_name else layouts(given))
+
+
+def beyond(placement: Placement | None, rank: int) -> bool:
+    """Whether it splits a dim that a tensor of `rank` dims doesn't have."""
+    return isinstance(placement, Shard) and not -rank <= placement.dim < rank
 
 
 def unfit(style: ParallelStyle, module: nn.Module, kinds: str) -> PlacementError:
@@ -141,59 +163,58 @@ class SequenceParallel(ParallelStyle):
 
     def describe(self, module: nn.Module) -> Description:
         split = (Shard(self.sequence_dim),)
-        return Description({}, split, split, {}, split, split, use_local_output=self.use_local_output)
+        whole = {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
+        return Description(whole, split, split, {}, split, split, use_local_output=self.use_local_output)
 
 
 @dataclass(frozen=True)
 class PrepareModuleInput(ParallelStyle):
-    """Redistribute what a module gets; None leaves an argument alone. Further positional arguments are passed on.
+    """Redistribute what a module gets. Its parameters are left as they are.
 
+    input_layouts, desired_input_layouts: of the first positional arguments, how they come and how the module gets them; None leaves one alone.
+    input_kwarg_layouts, desired_input_kwarg_layouts: the same for keyword arguments.
     Raises:
         PlacementError: as many layouts as desired layouts are needed, and the same keyword arguments.
     """
 
-    input_layouts: Placement | Sequence[Placement | None] | None = ()
-    desired_input_layouts: Placement | Sequence[Placement | None] | None = ()
-    input_kwarg_layouts: Mapping[str, Placement | None] = field(default_factory=dict)
-    desired_input_kwarg_layouts: Mapping[str, Placement | None] = field(default_factory=dict)
+    input_layouts: Given = None
+    desired_input_layouts: Given = None
+    input_kwarg_layouts: ByName = ()
+    desired_input_kwarg_layouts: ByName = ()
     use_local_output: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("input_layouts", "desired_input_layouts"):
-            object.__setattr__(self, name, layouts(getattr(self, name)))
+        normalize(self, "input_layouts", "desired_input_layouts", "input_kwarg_layouts", "desired_input_kwarg_layouts")
         check_lengths(self, "input_layouts", "desired_input_layouts")
-        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            has, wants = sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts)
-            raise PlacementError(
-                f"{type(self).__name__}: input_kwarg_layouts has {has}, desired_input_kwarg_layouts has {wants}; give both the same names"
-            )
+        has, wants = list(dict(self.input_kwarg_layouts)), list(dict(self.desired_input_kwarg_layouts))
+        if has != wants:
+            what = f"{type(self).__name__}: input_kwarg_layouts has {has}, desired_input_kwarg_layouts has {wants}"
+            raise PlacementError(f"{what}; give both the same names")
 
     def describe(self, module: nn.Module) -> Description:
-        kwargs = {name: (has, self.desired_input_kwarg_layouts[name]) for name, has in self.input_kwarg_layouts.items()}
+        has, wants = dict(self.input_kwarg_layouts), dict(self.desired_input_kwarg_layouts)
         return Description(
-            {},
-            layouts(self.input_layouts),
-            layouts(self.desired_input_layouts),
-            kwargs,
+            inputs=layouts(self.input_layouts),
+            desired_inputs=layouts(self.desired_input_layouts),
+            kwargs={name: (has[name], wants[name]) for name in has},
             use_local_input=self.use_local_output,
         )
 
 
 @dataclass(frozen=True)
 class PrepareModuleOutput(ParallelStyle):
-    """Redistribute what a module puts out; None leaves a result alone.
+    """Redistribute what a module puts out; None leaves a result alone. Its parameters are left as they are.
 
     Raises:
         PlacementError: as many layouts as desired layouts are needed.
     """
 
-    output_layouts: Placement | Sequence[Placement | None] | None = ()
-    desired_output_layouts: Placement | Sequence[Placement | None] | None = ()
+    output_layouts: Given = None
+    desired_output_layouts: Given = None
     use_local_output: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("output_layouts", "desired_output_layouts"):
-            object.__setattr__(self, name, layouts(getattr(self, name)))
+        normalize(self, "output_layouts", "desired_output_layouts")
         check_lengths(self, "output_layouts", "desired_output_layouts")
 
     def describe(self, module: nn.Module) -> Description:
@@ -205,19 +226,19 @@ class PrepareModuleOutput(ParallelStyle):
 class PrepareModuleInputOutput(ParallelStyle):
     """PrepareModuleInput and PrepareModuleOutput in one."""
 
-    input_layouts: Given = ()
-    desired_input_layouts: Given = ()
-    input_kwarg_layouts: Mapping[str, Placement | None] = field(default_factory=dict)
-    desired_input_kwarg_layouts: Mapping[str, Placement | None] = field(default_factory=dict)
+    input_layouts: Given = None
+    desired_input_layouts: Given = None
+    input_kwarg_layouts: ByName = ()
+    desired_input_kwarg_layouts: ByName = ()
     use_local_input: bool = False
-    output_layouts: Given = ()
-    desired_output_layouts: Given = ()
+    output_layouts: Given = None
+    desired_output_layouts: Given = None
     use_local_output: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("input_layouts", "desired_input_layouts", "output_layouts", "desired_output_layouts"):
-            object.__setattr__(self, name, layouts(getattr(self, name)))
-        self.halves()
+        for half in self.halves():  # each checks its own
+            for name in vars(half).keys() - {"use_local_output"}:
+                object.__setattr__(self, name, getattr(half, name))
 
     def halves(self) -> tuple[PrepareModuleInput, PrepareModuleOutput]:
         kwargs = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
@@ -234,6 +255,5 @@ class PrepareModuleInputOutput(ParallelStyle):
 def check_lengths(style: ParallelStyle, has: str, wants: str) -> None:
     a, b = getattr(style, has), getattr(style, wants)
     if len(a) != len(b):
-        raise PlacementError(
-            f"{type(style).__name__}: {has} has {len(a)} entries, {wants} has {len(b)}; give one of each for every tensor"
-        )
+        what = f"{type(style).__name__}: {has} has {len(a)} entries, {wants} has {len(b)}"
+        raise PlacementError(f"{what}; give one of each for every tensor")

@@ -14,8 +14,8 @@ from spmd.errors import Offence, PlacementError
 from spmd.graph.axis import Axis
 from spmd.graph.step import ENTERS, LEAVES, Output, Role, StepGraph
 from spmd.modes.base import ParallelMode
-from spmd.modes.plan import Plan, match, patterns
-from spmd.modes.styles import Description, ParallelStyle
+from spmd.modes.plan import Plan, joined, patterns, read
+from spmd.modes.styles import Description
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.layout import Layout, R, shard
 
@@ -50,29 +50,26 @@ class TensorParallelMode(ParallelMode):
         object.__setattr__(self, "replicated_inputs", tuple(self.replicated_inputs))
 
     def of(self, modules: Mapping[str, nn.Module]) -> TensorParallelMode:
-        described: dict[str, list[tuple[ParallelStyle, Description]]] = {}
-        for fqn, module, style in match(self.plan, modules):
-            described.setdefault(fqn, []).append((style, style.describe(module)))
-        held: dict[int, tuple[str, Placement]] = {}  # a tied parameter has several names
-        for fqn, found in described.items():
-            for name, placement in ((n, p) for _, d in found for n, p in d.parameters.items()):
-                if (tensor := modules[fqn]._parameters.get(name)) is not None:
-                    full = f"{fqn}.{name}" if fqn else name
-                    known, before = held.setdefault(id(tensor), (full, normal(placement, tensor.dim())))
-                    if before != normal(placement, tensor.dim()):
-                        what = f"the plan wants it as {placement}, and as {before} where it's called {known}"
-                        raise PlacementError(Offence(what, fqn=full, remedy="give tied parameters the same placement"))
+        found = read(self.plan, modules)
+        if eager := [m for m in found if m.description is None]:
+            remedy = "override describe(module), which serves both ways"
+            raise PlacementError(
+                Offence(f"{type(m.style).__name__} only has apply", fqn=m.fqn, remedy=remedy) for m in eager
+            )
+        described: dict[str, list[Description]] = {}
+        for m in found:
+            described.setdefault(m.fqn, []).append(m.description or Description())
+        held = {
+            id(tensor): placement for m in found for _, tensor, placement in m.places()
+        }  # a tied one has several names
         parameters = {
-            f"{fqn}.{name}" if fqn else name: (held[id(tensor)][1], tensor.shape)
+            joined(fqn, name): (held[id(tensor)], tensor.shape)
             for fqn, module in modules.items()
             for name, tensor in module._parameters.items()
             if tensor is not None and id(tensor) in held
         }
-        return replace(
-            self,
-            described={fqn: merged(d for _, d in found) for fqn, found in described.items()},
-            parameters=parameters,
-        )
+        merge = {fqn: merged(iter(several)) for fqn, several in described.items()}
+        return replace(self, described=merge, parameters=parameters)
 
     def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
         inputs = tuple(
@@ -125,10 +122,6 @@ class TensorParallelMode(ParallelMode):
 
 def at(layouts: tuple[Placement | None, ...], place: int) -> Placement | None:
     return layouts[place] if place < len(layouts) else None
-
-
-def normal(placement: Placement, rank: int) -> Placement:
-    return Shard(placement.dim % rank) if isinstance(placement, Shard) else placement
 
 
 def layout(placement: Placement | None, val: torch.Tensor) -> Layout:

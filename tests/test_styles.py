@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import warnings
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import style as torchs
 
 from spmd.errors import PlacementError
@@ -24,10 +27,17 @@ from spmd.modes import (
     SequenceParallel,
     TensorParallelMode,
 )
-from spmd.modes.plan import match, matches, patterns
+from spmd.modes.plan import matches, patterns, read
 
 LINEAR, TABLE, NORM = nn.Linear(4, 6), nn.Embedding(8, 4), nn.LayerNorm(4)
-STYLES = [ColwiseParallel(), RowwiseParallel(), SequenceParallel(), PrepareModuleInput(Shard(1), Replicate())]
+STYLES: list[Any] = [
+    ColwiseParallel(output_layouts=Replicate()),
+    RowwiseParallel(Replicate(), Shard(1), use_local_output=False),
+    SequenceParallel(2),
+    PrepareModuleInput([Shard(1), None], [Replicate(), None], {"mask": Shard(0)}, {"mask": Replicate()}),
+    PrepareModuleOutput(Shard(0), Replicate()),
+    PrepareModuleInputOutput(Shard(1), Replicate(), output_layouts=Shard(0), desired_output_layouts=Replicate()),
+]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +47,7 @@ STYLES = [ColwiseParallel(), RowwiseParallel(), SequenceParallel(), PrepareModul
         (ColwiseParallel(output_layouts=Replicate()), TABLE, {"weight": Shard(1)}, (Shard(-1), Replicate())),
         (RowwiseParallel(), LINEAR, {"weight": Shard(1), "bias": Replicate()}, (Partial(), Replicate())),
         (RowwiseParallel(output_layouts=Shard(1)), TABLE, {"weight": Shard(0)}, (Partial(), Shard(1))),
-        (SequenceParallel(), NORM, {}, (Shard(1), Shard(1))),
+        (SequenceParallel(), NORM, {"weight": Replicate(), "bias": Replicate()}, (Shard(1), Shard(1))),
     ],
 )
 def test_what_a_style_says(style: ParallelStyle, module: nn.Module, parameters: Any, output: Any) -> None:
@@ -46,11 +56,32 @@ def test_what_a_style_says(style: ParallelStyle, module: nn.Module, parameters: 
     assert (found.outputs, found.desired_outputs) == ((output[0],), (output[1],))
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_styles_are_immutable_and_tell_what_they_are(style: Any) -> None:
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: type(style).__name__)
+def test_styles_are_values(style: Any) -> None:
     with pytest.raises(FrozenInstanceError):
         style.use_local_output = True
-    assert repr(style).startswith(type(style).__name__ + "(")
+    same = eval(repr(style))  # what's printed can be pasted
+    assert same == style and hash(same) == hash(style) and len({same, style}) == 1
+    assert pickle.loads(pickle.dumps(style)) == style == copy.deepcopy(style) == replace(style)
+
+
+def test_layouts_are_none_by_default() -> None:
+    for kind in map(type, STYLES):
+        for option in fields(kind):
+            assert not isinstance(option.default, Placement)
+            if option.name.endswith("_layouts"):
+                assert option.default in (None, ())
+
+
+def test_a_style_doesnt_see_later_changes_of_what_it_was_given() -> None:
+    has, wants, by_name = [Shard(1)], [Replicate()], {"mask": Shard(0)}
+    style = PrepareModuleInput(has, wants, by_name, {"mask": None})
+    has.append(Shard(0))  # type: ignore[arg-type]
+    by_name["other"] = Shard(0)
+    assert style == PrepareModuleInput(Shard(1), Replicate(), {"mask": Shard(0)}, {"mask": None})
+    found = style.describe(NORM)
+    assert (found.inputs, found.desired_inputs) == ((Shard(1),), (Replicate(),))
+    assert found.kwargs == {"mask": (Shard(0), None)} and not found.parameters
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel(), RowwiseParallel()])
@@ -71,6 +102,7 @@ def test_a_style_is_for_its_modules(style: ParallelStyle) -> None:
             "output_layouts has 1 entries, desired_output_layouts has 2",
         ),
         (lambda: PrepareModuleInputOutput(Shard(0)), "desired_input_layouts has 0"),
+        (lambda: PrepareModuleInputOutput(output_layouts=(Shard(0), None)), "desired_output_layouts has 0"),
         (lambda: PrepareModuleInput(input_kwarg_layouts={"x": Shard(0)}), r"input_kwarg_layouts has \['x'\]"),
         (lambda: TensorParallelMode({"a": Shard(0)}), "'a' has Shard"),  # type: ignore[dict-item]
     ],
@@ -99,12 +131,11 @@ def test_a_pattern_goes_token_by_token(pattern: str, fits: list[str]) -> None:
 def test_a_pattern_that_fits_nothing_warns_at_the_users_line() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = list(
-            match({"layers.*.upp": ColwiseParallel(), "head": RowwiseParallel()}, {"": LINEAR, "head": LINEAR})
-        )
-    assert [fqn for fqn, _, _ in found] == ["head"]
+        found = read({"layers.*.upp": ColwiseParallel(), "head": RowwiseParallel()}, {"": LINEAR, "head": LINEAR})
+        line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+    assert [m.fqn for m in found] == ["head"]
     (warning,) = caught
-    assert "'layers.*.upp'" in str(warning.message) and warning.filename == __file__
+    assert "'layers.*.upp'" in str(warning.message) and (warning.filename, warning.lineno) == (__file__, line)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +167,67 @@ def test_a_pattern_that_fits_nothing_warns_at_the_users_line() -> None:
 )
 def test_torchs_own_styles_are_understood(theirs: Any, ours: ParallelStyle) -> None:
     assert patterns({"x": theirs}) == {"x": ours}
+
+
+class Unheard(torchs.ParallelStyle):
+    """A style that somebody wrote for torch."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        return module
+
+
+def test_a_style_that_only_acts_is_for_eager_use() -> None:
+    @dataclass(frozen=True)
+    class Acts(ParallelStyle):
+        def apply(self, module: nn.Module, mesh: Any) -> nn.Module:
+            return module
+
+    for style in (Acts(), Unheard()):
+        (found,) = read({"0": style}, dict(nn.Sequential(LINEAR).named_modules()))
+        assert found.description is None
+        with pytest.raises(PlacementError, match=r"only has apply[\s\S]*tensor: 0\n[\s\S]*override describe"):
+            TensorParallelMode({"0": style}).of(dict(nn.Sequential(LINEAR).named_modules()))
+    with pytest.raises(PlacementError, match="Neither doesn't say what it means"):
+        type("Neither", (ParallelStyle,), {})().describe(LINEAR)
+
+
+@dataclass(frozen=True)
+class Places(ParallelStyle):
+    """Parameters as given."""
+
+    parameters: tuple[tuple[str, Any], ...]
+
+    def describe(self, module: nn.Module) -> Description:
+        return Description(dict(self.parameters))
+
+
+def test_all_that_is_wrong_with_a_plan_is_said_at_once() -> None:
+    model = nn.ModuleDict(
+        {
+            "norm": nn.LayerNorm(4),
+            "made": torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            "twice": nn.Linear(4, 4),
+            "deep": nn.Linear(4, 4),
+        }
+    )
+    plan = {
+        "norm": RowwiseParallel(),
+        "made": ColwiseParallel(),
+        "t*": ColwiseParallel(),
+        "twice": RowwiseParallel(),
+        "deep": Places((("bias", Shard(1)),)),
+    }
+    with pytest.raises(PlacementError) as caught:
+        read(plan, dict(model.named_modules()))
+    assert [(o.fqn, fragment in o.what) for o, fragment in zip(
+        caught.value.offences,
+        ("not for LayerNorm", "places ['weight'], ", "it has 1 dims", "'t*' gives it ColwiseParallel(", "the plan wants it as"),
+        strict=False,
+    )] == [("norm", True), ("made", True), ("deep.bias", True), ("twice", True)]  # fmt: skip
+
+
+def test_the_same_style_from_two_patterns_is_no_conflict() -> None:
+    assert len(read({"*": ColwiseParallel(), "0": ColwiseParallel()}, dict(nn.Sequential(LINEAR).named_modules()))) == 2
 
 
 def test_tied_parameters_want_one_placement() -> None:
