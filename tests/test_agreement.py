@@ -140,6 +140,29 @@ def _one_freezes() -> None:
     tools.compile(tools.train)(model, optimizer, *tools.batch())
 
 
+def test_a_rank_that_cant_make_its_optimizer_states(world: World) -> None:
+    other, own = world.run(_no_states, 2, catch=True, timeout=120)
+    assert other.is_a("AgreementError") and "rank 1: MemoryError: no room for exp_avg" in other.message
+    assert own.is_a("MemoryError")
+
+
+def _no_states() -> None:
+    from spmd.runtime import programs
+
+    class Full(programs.Executor):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if self.out_spec is None and ranks.rank() == 1:
+                raise MemoryError("no room for exp_avg")
+            return super().__call__(*args, **kwargs)
+
+    programs.Executor, executor = Full, programs.Executor  # type: ignore[misc]
+    try:
+        model, _ = tools.setup()
+        tools.compile(tools.train)(model, optim.Adam(model.parameters()), *tools.batch())
+    finally:
+        programs.Executor = executor  # type: ignore[misc]
+
+
 # ---- the batch
 
 

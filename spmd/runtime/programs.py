@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -356,16 +357,30 @@ class Programs:
         """Put the program on its storage. Every rank calls; `unbound`: some rank has no binding for it yet."""
         captured = variant.captured
         before = [(s.tensor, s) for s in captured.slots if s.tensor is not None]
-        fresh, error = variant.binding is None, None
-        try:
+        fresh = variant.binding is None
+        with self._announced(unbound):
             variant.binding = variant.binding or Binding(captured, program.local.inputs, self._join())
-        except Exception as caught:
-            error = caught
-        if unbound:
-            self.agreement.resolve(error, "")
         assert variant.binding is not None
+        try:
+            with self._announced(unbound):
+                if fresh and program.init is not None:
+                    Executor(program.init, variant.binding)()
+        except Exception:
+            variant.binding = None  # its states don't exist
+            raise
         if fresh:
-            if program.init is not None:
-                Executor(program.init, variant.binding)()
             captured.guards.rebind({id(old): s.tensor for old, s in before})
         program.run = program.run or Executor(program.local, variant.binding, captured.out_spec)
+
+    @contextmanager
+    def _announced(self, all_ranks: bool) -> Iterator[None]:
+        """What goes wrong here on one rank is heard of by all, if they all come here."""
+        error = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        if all_ranks:
+            self.agreement.resolve(error, "")
+        elif error is not None:
+            raise error
