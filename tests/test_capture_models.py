@@ -153,7 +153,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[i
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = ("gpt_recompute", "encoder_sequence_first")  # each much like another
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS])
 def test_models(name: str) -> None:
     make, step, batch = MODELS[name]
     torch.manual_seed(0)

@@ -106,7 +106,7 @@ def sequence_first(style: str) -> Found:
     return train(nn.TransformerEncoderLayer(8, 2, dim_feedforward=13, dropout=0.2), step, data, style, dim=1)
 
 
-@pytest.mark.parametrize("ranks", (2, 3, 4))
+@pytest.mark.parametrize("ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))))
 def test_dropout_is_equal_on_any_number_of_ranks(world: World, ranks: int) -> None:
     for found in world.run(mlps, ranks):
         close(found, alone(mlps))

@@ -22,7 +22,7 @@ def _usual(case: Case, style: str, W: int, single: bool) -> bool:
     A rank costs as much as a case: each traces for itself.
     """
     if case.needs:
-        return case.name in ("hf_gpt2", "hf_t5") and (style, W, single) == ("fully_shard", 2, False)
+        return case.name == "hf_t5" and (style, W, single) == ("fully_shard", 2, False)
     if case.name in REPRESENTATIVE[:6] and (style, W, single) in {("fully_shard", 1, False), ("fully_shard", 4, True)}:
         return True
     if case.name in REPRESENTATIVE and (style, W, single) == ("replicate", 2, False):
