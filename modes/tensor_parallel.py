@@ -135,13 +135,13 @@ def merged(descriptions: Iterator[Description]) -> Description:
     """Of a module that several patterns match: each says what the ones before don't."""
     first, *rest = descriptions
     for d in rest:
-        first = Description(
-            {**d.parameters, **first.parameters},
-            first.inputs or d.inputs,
-            first.desired_inputs or d.desired_inputs,
-            {**d.kwargs, **first.kwargs},
-            first.outputs or d.outputs,
-            first.desired_outputs or d.desired_outputs,
-            first.use_local_output,
+        first = replace(
+            first,
+            parameters={**d.parameters, **first.parameters},
+            inputs=first.inputs or d.inputs,
+            desired_inputs=first.desired_inputs or d.desired_inputs,
+            kwargs={**d.kwargs, **first.kwargs},
+            outputs=first.outputs or d.outputs,
+            desired_outputs=first.desired_outputs or d.desired_outputs,
         )
     return first

@@ -256,6 +256,7 @@ def _steps() -> Iterable[Case]:
     yield Case("closing_over", mlp, steps.closing, regression, adamw, closure=True)
     yield Case("method", mlp, steps.method, regression, adamw, closure=True)
     yield Case("gan", _gan, steps.gan, gan_batch, _gan_optims)
+    yield Case("gan_one_module", _both, steps.gan_of_one, gan_batch, _halves_of_both)
     yield Case("gradient_penalty", _critic, steps.gradient_penalty, gan_batch_real, adamw)
     yield Case("teacher", lambda: (mlp(), mlp()), steps.teacher, regression, lambda student, _: adamw(student))
     yield Case(
@@ -275,6 +276,14 @@ def _gan() -> tuple[nn.Module, nn.Module]:
     return models.mlp(), _critic()
 
 
+def _both() -> nn.Module:
+    return nn.ModuleDict(dict(zip(("generator", "critic"), _gan(), strict=True)))
+
+
+def _halves_of_both(both: nn.ModuleDict) -> tuple[optim.Optimizer, optim.Optimizer]:
+    return _gan_optims(both["generator"], both["critic"])
+
+
 def _gan_optims(generator: nn.Module, critic: nn.Module) -> tuple[optim.Optimizer, optim.Optimizer]:
     return optim.Adam(generator.parameters(), lr=0.01), optim.RMSprop(critic.parameters(), lr=0.005)
 
@@ -292,6 +301,10 @@ def _changes() -> Iterable[Case]:
     yield Case("weight_decay_changes", mlp, step, regression, adamw, between=decay_changes, steps=6, traces=3)
     yield Case("betas_change", mlp, step, regression, over(optim.Adam), between=everything_changes, steps=6)
     yield Case("batch_changes", mlp, step, regression, adamw, samples=(2, 4, 3), steps=4, traces=1)
+    alike = partial(
+        words, length=6, vocabulary=6
+    )  # six samples on three ranks: positions, words, width and classes are as many
+    yield Case("batch_is_as_large_as_all_else", models.SixOfAll, steps.basic(steps.tokens), alike, momentum)
     yield Case("batch_changes_gpt", models.GPT, steps.basic(steps.tokens), words, momentum, samples=(2, 3), traces=1)
 
     yield Case(
@@ -380,6 +393,7 @@ def _models() -> Iterable[Case]:
     yield Case("buffers", models.Counting, steps.basic(), regression, adamw)
     yield Case("custom_backward", models.Reversal, steps.basic(), regression, momentum)
     yield Case("rare", models.Rare, steps.basic(), sequences, momentum)
+    yield Case("half_with_wide_buffers", models.WideBuffer, steps.halved, single, momentum, tolerance=5e-2)
     yield Case("half", lambda: models.mlp().bfloat16(), steps.halved, single, momentum, tolerance=5e-2)
     yield Case("autocast", lambda: models.mlp().float(), steps.autocast, single, momentum, tolerance=3e-2)
 

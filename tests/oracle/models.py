@@ -321,3 +321,34 @@ def from_meta() -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
+
+
+class SixOfAll(nn.Module):
+    """Six words, positions, features and classes, with a table over positions and scores of each against each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(6, 6), nn.Embedding(6, 6)
+        self.places = nn.Parameter(torch.randn(6, 6))
+        self.mix, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position(torch.arange(6)) + self.places
+        scores = (x @ self.mix(x).transpose(1, 2) + torch.eye(6) + self.places.mean(0)).softmax(-1)
+        return self.head(scores @ x)
+
+
+class WideBuffer(nn.Module):
+    """A running mean in float32 of activations in bfloat16."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp().bfloat16()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        self.mean.lerp_(y.detach().float().mean(0), 0.1)
+        return y - self.mean.bfloat16()

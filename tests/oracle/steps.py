@@ -168,6 +168,11 @@ def gan(
     return {"critic": c_loss.detach(), "generator": g_loss.detach()}
 
 
+def gan_of_one(both: nn.ModuleDict, g_optim: Optimizer, c_optim: Optimizer, real: Tensor, noise: Tensor) -> Any:
+    """`gan` where one module holds both: its losses take turns."""
+    return gan(both["generator"], both["critic"], g_optim, c_optim, real, noise)
+
+
 def gradient_penalty(critic: nn.Module, optim: Optimizer, real: Tensor, fake: Tensor) -> Tensor:
     """WGAN-GP: the penalty differentiates a gradient."""
     weight = torch.rand(real.shape[0], 1)
