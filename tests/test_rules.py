@@ -54,6 +54,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "expand": (lambda x: aten.expand.default(x, [5, 7, 4]), (rand(7, 4),)),
     "expand_one": (lambda x: aten.expand.default(x, [7, 4]), (rand(7, 1),)),
     "repeat": (lambda x: aten.repeat.default(x, [2, 1, 3]), (rand(7, 4),)),
+    "repeat_rows": (lambda x: aten.repeat.default(x, [3, 1]), (rand(7, 4),)),
     "slice": (lambda x: aten.slice.Tensor(x, 0, 1, 5, 2), (rand(7, 4),)),
     "slice_all": (lambda x: aten.slice.Tensor(x, 0, 0, 7), (rand(7, 4),)),
     "slice_backward": (lambda x: aten.slice_backward.default(x, [7, 4], 0, 1, 6, 1), (rand(5, 4),)),

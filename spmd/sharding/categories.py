@@ -11,7 +11,7 @@ import torch
 
 from spmd.sharding import emit
 from spmd.sharding.layout import RankInt
-from spmd.sharding.rule import BlockRule, Call, Rule, Shape, ViewRule, labelled
+from spmd.sharding.rule import BlockRule, Call, RepeatRule, Rule, Shape, ViewRule, labelled
 
 aten = torch.ops.aten
 VIEW: dict[str, Any] = {"linear": ((0,),), "view": True}
@@ -304,8 +304,7 @@ def pad(call: Call) -> Rule:
 
 
 def repeat(call: Call) -> Rule:
-    times, n = call.arg("repeats"), len(call.inputs[0])
+    times, n = tuple(call.arg("repeats")), len(call.inputs[0])
     shift = len(times) - n
-    ins = [d + shift if times[d + shift] == 1 else None for d in range(n)]
-    outs = [d if d >= shift and times[d] == 1 else None for d in range(len(times))]
-    return labelled([ins], [outs], linear=((0,),))
+    outs = [d if d >= shift and times[d] else None for d in range(len(times))]
+    return labelled([outs[shift:]], [outs], RepeatRule, linear=((0,),), times=times)

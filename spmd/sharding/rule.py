@@ -183,6 +183,21 @@ class BlockRule(Rule):
         return [part(n) for n in ins], [part(n) for n in outs]
 
 
+@dataclass(frozen=True)
+class RepeatRule(Rule):
+    """Copies one after the other: a split dim lies within as many blocks."""
+
+    times: Shape = ()  # along each dim of the output
+
+    def transfer(self, i: int, s: Sharded, world: int) -> Transfer | None:
+        found = super().transfer(i, s, world)
+        if found is None:
+            return None
+        ins, outs = found
+        again = lambda out: replace(out, outer=out.outer * self.times[out.dim]).canonical(world)  # noqa: E731
+        return ins, [again(out) if isinstance(out, Sharded) else out for out in outs]
+
+
 def labelled(
     inputs: Sequence[Sequence[Hashable] | None],
     outputs: Sequence[Sequence[Hashable] | None],
