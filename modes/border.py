@@ -32,7 +32,7 @@ class Border:
         if offences := list(self.misnamed(module, args, kwargs)):
             raise InputError(offences)
         pairs = enumerate(zip(args, d.inputs, d.desired_inputs, strict=False))
-        features = module.in_features if isinstance(module, nn.Linear) and d.parameters else None
+        features = module.in_features if isinstance(module, nn.Linear) else None
         new = [
             self.move(x, a, b, d.use_local_input, f"argument {i}", None if i else features) for i, (x, a, b) in pairs
         ]
