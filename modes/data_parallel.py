@@ -13,9 +13,9 @@ import torch.fx as fx
 from spmd.cost import link_of, seconds
 from spmd.errors import PlacementError
 from spmd.graph.axis import Axis
-from spmd.graph.step import Input, Output, Role, StepGraph
+from spmd.graph.step import Input, Role, StepGraph
 from spmd.modes.base import ParallelMode, called
-from spmd.sharding.constraints import Constraints
+from spmd.sharding.constraints import Constraints, kept
 from spmd.sharding.layout import Layout, R, Sharded, state_shard
 
 
@@ -88,16 +88,19 @@ class DataParallelMode(ParallelMode):
     def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
         nodes = dict(zip(step.inputs, step.placeholders, strict=True))
         inputs = tuple(self.place(spec, ph, axis) for spec, ph in nodes.items())
-        stored = {x.name: (ph, p) for (x, ph), p in zip(nodes.items(), inputs, strict=True) if x.role is Role.PARAMETER}
-        parameters = {name: p for name, (_, p) in stored.items()}
-        scattered = self.parallel_style in SCATTERED
-        gradients = {name: self.split(ph, axis) if scattered else R for name, (ph, _) in stored.items()}
-        outputs = tuple(
-            self.result(out, x, inputs, parameters, axis) for out, x in zip(step.outputs, step.results, strict=True)
+        made = (
+            self.at_rest(Role.STATE, x, axis) if out.role is Role.STATE and isinstance(x, fx.Node) else None
+            for out, x in zip(step.outputs, step.results, strict=True)
         )
-        reasons = {name: self.whole(ph, axis) for name, (ph, _) in stored.items()}
+        parameters = {spec.name: ph for spec, ph in nodes.items() if spec.role is Role.PARAMETER}
+        scattered = self.parallel_style in SCATTERED
         return Constraints(
-            inputs, outputs, gradients=gradients, blocks=axis.blocks, reasons=reasons, buffers=self.buffers
+            inputs,
+            kept(step, inputs, made),
+            gradients={name: self.split(ph, axis) if scattered else R for name, ph in parameters.items()},
+            blocks=axis.blocks,
+            reasons={name: self.whole(ph, axis) for name, ph in parameters.items()},
+            buffers=self.buffers,
         )
 
     def place(self, spec: Input, ph: fx.Node, axis: Axis) -> Layout | None:
@@ -113,35 +116,22 @@ class DataParallelMode(ParallelMode):
 
     def split(self, x: fx.Node, axis: Axis) -> Layout:
         """On the first dim that has a row for each rank."""
-        layout = state_shard(x.meta["val"].shape, axis.world, x.meta.get("uneven", ()))
-        return R if self.whole(x, axis) else layout
+        return R if self.whole(x, axis) else by_rows(x, axis)
 
     def whole(self, x: fx.Node, axis: Axis) -> str:
         """Why "default" doesn't split a parameter or its states; "" if it does, and in the other styles."""
         if self.parallel_style is not DataParallelStyle.DEFAULT:
             return ""
-        val, link = x.meta["val"], link_of(axis.device)
+        numel, link = x.meta["val"].numel(), link_of(axis.device)
         least = link.alpha * link.bandwidth / 4 if self.min_numel is None else self.min_numel
-        if val.numel() < least:
-            more = seconds("all_gather", 4 * val.numel(), axis.world, link) * 1e6
+        if numel < least:
+            more = seconds("all_gather", 4 * numel, axis.world, link) * 1e6
             return f"fewer than {least:.0f} elements: a gather would take {more:.0f} us, most of them to start"
-        return "" if max(val.shape) >= axis.world else f"no dim has {axis.world} rows"
+        return f"no dim has {axis.world} rows" if by_rows(x, axis) == R else ""
 
-    def result(
-        self,
-        out: Output,
-        x: object,
-        inputs: tuple[Layout | None, ...],
-        parameters: dict[str, Layout | None],
-        axis: Axis,
-    ) -> Layout | None:
-        if out.updates is not None:
-            return inputs[out.updates]
-        if out.role is Role.GRADIENT or out.grad_of:
-            return parameters[out.grad_of or out.name.removesuffix(".grad")]
-        if out.role is Role.STATE and isinstance(x, fx.Node):  # made by this very step
-            return self.at_rest(Role.STATE, x, axis)
-        return None
+
+def by_rows(x: fx.Node, axis: Axis) -> Layout:
+    return state_shard(x.meta["val"].shape, axis.world, x.meta.get("uneven", ()))
 
 
 def batch_share(x: fx.Node, dim: int, axis: Axis) -> Sharded:

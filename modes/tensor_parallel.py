@@ -12,11 +12,11 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from spmd.errors import Offence, PlacementError
 from spmd.graph.axis import Axis
-from spmd.graph.step import ENTERS, LEAVES, Output, Role, StepGraph
+from spmd.graph.step import ENTERS, LEAVES, Role, StepGraph
 from spmd.modes.base import ParallelMode
 from spmd.modes.plan import Plan, joined, patterns, read
 from spmd.modes.styles import Description
-from spmd.sharding.constraints import Constraints
+from spmd.sharding.constraints import Constraints, kept
 from spmd.sharding.layout import Layout, R, shard
 
 
@@ -76,10 +76,17 @@ class TensorParallelMode(ParallelMode):
             self.at_rest(spec.owner or spec.name, ph.meta["val"])
             for spec, ph in zip(step.inputs, step.placeholders, strict=True)
         )
-        lies = {spec.name: p or R for spec, p in zip(step.inputs, inputs, strict=True) if spec.role is Role.PARAMETER}
-        outputs = tuple(self.result(out, x, inputs, lies) for out, x in zip(step.outputs, step.results, strict=True))
+        made = (  # by this very step: "<parameter>.<key>"
+            self.at_rest(out.name.rpartition(".")[0], x.meta["val"])
+            if out.role is Role.STATE and isinstance(x, fx.Node)
+            else None
+            for out, x in zip(step.outputs, step.results, strict=True)
+        )
+        gradients = {
+            spec.name: p or R for spec, p in zip(step.inputs, inputs, strict=True) if spec.role is Role.PARAMETER
+        }
         values = {node.name: layout(wanted, node.meta["val"]) for node, wanted in self.pinned(step)}
-        return Constraints(inputs, outputs, gradients=lies, blocks=axis.blocks, values=values)
+        return Constraints(inputs, kept(step, inputs, made), gradients=gradients, blocks=axis.blocks, values=values)
 
     def at_rest(self, owner: str, val: object) -> Layout | None:
         """States of a parameter's shape lie as it does; all else is whole."""
@@ -87,17 +94,6 @@ class TensorParallelMode(ParallelMode):
             return None
         placement, shape = self.parameters.get(owner, (None, None))
         return layout(placement, val) if val.shape == shape else R
-
-    def result(
-        self, out: Output, x: object, inputs: tuple[Layout | None, ...], lies: Mapping[str, Layout]
-    ) -> Layout | None:
-        if out.updates is not None:
-            return inputs[out.updates]
-        if out.role is Role.GRADIENT or out.grad_of:
-            return lies[out.grad_of or out.name.removesuffix(".grad")]
-        if out.role is Role.STATE and isinstance(x, fx.Node):  # made by this very step: "<parameter>.<key>"
-            return self.at_rest(out.name.rpartition(".")[0], x.meta["val"])
-        return None
 
     def pinned(self, step: StepGraph) -> Iterator[tuple[fx.Node, Placement]]:
         """Values at the borders of described modules that lie as their style wants. What a module's own parameters bring about needs no word."""

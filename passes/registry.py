@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
-from spmd.errors import Offence, PassError
+from spmd import plugins
+from spmd.errors import PassError
 from spmd.passes.base import GraphPass
 
 GROUP = "spmd.passes"  # entry points: `name = "package.module:Class"`
@@ -30,18 +30,7 @@ def known() -> Mapping[str, EntryPoint]:
     Raises:
         PassError: two have one name.
     """
-    found = dict(OWN)
-    for entry in entry_points(group=GROUP):
-        if entry.name in found and found[entry.name].value != entry.value:
-            raise PassError(
-                Offence(
-                    f"two passes are called {entry.name!r}: {found[entry.name].value} and {entry.value}",
-                    tried=f"the latter is of the package {entry.dist.name if entry.dist else '?'}",
-                    remedy="uninstall one of the packages, or rename its entry point",
-                )
-            )
-        found[entry.name] = entry
-    return found
+    return plugins.known(GROUP, OWN, "passes", PassError)
 
 
 def load(name: str, entries: Mapping[str, EntryPoint] | None = None) -> type[GraphPass]:
@@ -52,13 +41,7 @@ def load(name: str, entries: Mapping[str, EntryPoint] | None = None) -> type[Gra
     """
     entries = known() if entries is None else entries
     if name not in entries:
-        close = difflib.get_close_matches(name, entries, 1)
-        raise PassError(
-            Offence(
-                f"no pass is called {name!r}",
-                remedy=(f"did you mean {close[0]!r}? " if close else "") + f"there are {', '.join(sorted(entries))}",
-            )
-        )
+        raise PassError(plugins.unknown(name, entries, "pass"))
     entry = entries[name]
     module, _, attribute = entry.value.partition(":")
     cls = getattr(import_module(module), attribute)

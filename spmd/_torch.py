@@ -108,6 +108,10 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates its code when first called
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # Sharding: rules for custom ops, and DTensor's own as candidates.
 from torch._C import FunctionSchema as FunctionSchema  # arguments and returns of an op

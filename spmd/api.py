@@ -122,13 +122,14 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
         s.input.name: found
         for s in captured.slots
         if s.tensor is not None and s.input.role is not Role.GRADIENT and (found := placed(s.tensor)) is not None
+        if len(found) == len(world.shape)  # else it lies on another mesh, which binding refuses
     }
-    modes = mode.over(world.shape, world.names)
+    modes, modules = mode.over(world.shape, world.names), captured.submodules()
     plans: list[Plan] = []
     reasons: dict[str, str] = {}
     for axis, policy in reversed(list(zip(world.axes([m.splits_batch for m in modes]), modes, strict=True))):
         lies = {name: layouts[axis.index] for name, layouts in known.items()}
-        constraints = pin(policy.of(captured.submodules()).constraints(part, axis), part, lies)
+        constraints = pin(policy.of(modules).constraints(part, axis), part, lies)
         reasons.update(constraints.reasons)
         plans.insert(0, propagate(part, constraints, axis.world))
         if axis.index:
@@ -136,8 +137,15 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
     local = partition(part, plans[0], axis, agree=world.size > 1)
     outputs = [None if None in places else places for places in zip(*(plan.outputs for plan in plans), strict=True)]
     fallbacks = [node for plan in reversed(plans) for node in plan.fallbacks]
-    local = replace(local, step=concrete, outputs=tuple(outputs), fallbacks=fallbacks, reasons=reasons)
-    return replace(local, mesh_shape=world.shape, coordinate=world.coordinate)
+    return replace(
+        local,
+        step=concrete,
+        outputs=tuple(outputs),
+        mesh_shape=world.shape,
+        coordinate=world.coordinate,
+        fallbacks=fallbacks,
+        reasons=reasons,
+    )
 
 
 @overload

@@ -21,12 +21,16 @@ from spmd.runtime.world import World
 from spmd.sharding.layout import R
 
 
+def ranks(W: int) -> list[World]:
+    """What each of W ranks knows of the others, where nothing runs."""
+    return [World(None, None, (W,), (r,), None, tuple(range(W)), 0.0) for r in range(W)]
+
+
 def programs(step: Callable[..., Any], args: tuple[Any, ...], style: str, W: int) -> list[LocalGraph]:
     """What each rank would run without passes; tensors among `args` are one rank's share."""
     captured = capture(step, args, global_batch=lambda samples: samples * W)
     samples = next(x.shape[0] for x in args if isinstance(x, Tensor))
-    ranks = [World(None, None, (W,), (r,), None, tuple(range(W)), 0.0) for r in range(W)]
-    return [local_graph(captured.step, captured, samples * W, DataParallelMode(style), rank) for rank in ranks]
+    return [local_graph(captured.step, captured, samples * W, DataParallelMode(style), rank) for rank in ranks(W)]
 
 
 def inputs(graphs: list[LocalGraph], high: int = 3) -> list[list[Any]]:

@@ -13,7 +13,7 @@ from spmd.api import local_graph
 from spmd.capture import Capture, capture
 from spmd.graph.local import LocalGraph
 from spmd.modes import DataParallelMode
-from spmd.runtime.world import World
+from tests import programs
 from tests.oracle import oracle, tools
 from tests.oracle import world as ranks
 from tests.oracle.case import Case, Parts
@@ -70,8 +70,7 @@ def program_of(case: Case, style: str, W: int) -> tuple[LocalGraph, Parts]:
     """What rank 0 of W would run without passes, and for what objects. Takes one process."""
     found, parts = captured(case.name, W)
     mode = DataParallelMode(style, input_batch_dim=case.dim, replicated_inputs=case.replicated)
-    world = World(None, None, (W,), (0,), None, tuple(range(W)), 0.0)
-    return local_graph(found.step, found, W * case.samples[0], mode, world), parts
+    return local_graph(found.step, found, W * case.samples[0], mode, programs.ranks(W)[0]), parts
 
 
 def test_one_rank_needs_no_collective() -> None:

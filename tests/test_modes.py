@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,24 +18,9 @@ from spmd.cost import Link, link_of, seconds
 from spmd.errors import PlacementError
 from spmd.modes import DataParallelMode, registry
 from spmd.report.explain import Explanation
-from spmd.runtime.world import World as Ranks
+from tests import programs
+from tests.conftest import SAMPLE
 from tests.oracle.world import World
-
-PLUGIN = Path(__file__).parent / "plugins" / "sample"
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The sample package, installed as far as importlib can tell: on the path, with metadata."""
-    folder = tmp_path / "spmd_sample-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: spmd-sample\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text("[spmd.modes]\nsplit_tables = spmd_sample_mode:SplitTables\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.syspath_prepend(str(PLUGIN))
-    importlib.invalidate_caches()
-    yield folder
-    sys.modules.pop("spmd_sample_mode", None)
 
 
 def test_names(plugin: Path) -> None:
@@ -49,7 +32,7 @@ def test_names(plugin: Path) -> None:
         spmd.compile(lambda: None, parallel_mode="fully_shared")
     assert (
         '[project.entry-points."spmd.modes"]\nsplit_tables = "spmd_sample_mode:SplitTables"'
-        in (PLUGIN / "pyproject.toml").read_text()
+        in (SAMPLE / "pyproject.toml").read_text()
     )
 
 
@@ -63,7 +46,7 @@ def test_names_taken_twice_and_what_is_no_mode(plugin: Path) -> None:
 
 
 def test_a_plugins_mode_is_short() -> None:
-    assert len((PLUGIN / "spmd_sample_mode.py").read_text().splitlines()) <= 40
+    assert len((SAMPLE / "spmd_sample_mode.py").read_text().splitlines()) <= 40
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, words: Tensor, y: Tensor) -> Tensor:
@@ -75,7 +58,7 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, words: Tensor, y: Tens
 
 
 def split_tables() -> None:
-    sys.path.insert(0, str(PLUGIN))
+    sys.path.insert(0, str(SAMPLE))
     from spmd_sample_mode import SplitTables
 
     torch.set_default_dtype(torch.float64)
@@ -107,10 +90,15 @@ def test_the_default_style_says_why_a_parameter_stays_whole() -> None:
     from spmd.api import local_graph
 
     model = nn.Sequential(nn.Embedding(300, 400), nn.Linear(400, 2))
+    model.scale = nn.Parameter(torch.tensor(2.0))
     optim = torch.optim.SGD(model.parameters(), 0.1)
     batch = torch.randint(0, 300, (4,)), torch.randn(4, 2)
-    captured = capture(train, (model, optim, *batch), global_batch=lambda n: 3 * n)
-    world = Ranks(None, None, (3,), (0,), None, (0, 1, 2), 0.0)
+
+    def scaled(model: nn.Module, optim: torch.optim.Optimizer, words: Tensor, y: Tensor) -> Tensor:
+        return train(model, optim, words, y) * model.scale.detach()
+
+    captured = capture(scaled, (model, optim, *batch), global_batch=lambda n: 3 * n)
+    world = programs.ranks(3)[0]
 
     def found(**options: int) -> dict[str, tuple[str, str]]:
         mode = DataParallelMode("default", **options)
@@ -122,6 +110,7 @@ def test_the_default_style_says_why_a_parameter_stays_whole() -> None:
     assert chosen["0.weight"] == ("S(0)", "")
     assert chosen["1.weight"][0] == "R" and "fewer than 40000 elements: a gather would take" in chosen["1.weight"][1]
     small = found(min_numel=1)
+    assert small["scale"] == ("R", "no dim has 3 rows")
     assert small["1.weight"] == ("S(1)", "") and small["1.bias"] == ("R", "no dim has 3 rows")
 
 
@@ -152,6 +141,5 @@ def test_the_guides_code_runs() -> None:
     model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 3))
     args = (model, torch.optim.SGD(model.parameters(), 0.1), torch.randint(0, 9, (2,)), torch.randn(2, 3))
     captured = capture(train, args, global_batch=lambda n: 2 * n)
-    ranks = Ranks(None, None, (2,), (0,), None, (0, 1), 0.0)
-    local = local_graph(captured.step, captured, 4, names["SplitTables"](), ranks)
+    local = local_graph(captured.step, captured, 4, names["SplitTables"](), programs.ranks(2)[0])
     assert [str(x[0]) for x in local.inputs[:3] if x] == ["S(0)", "R", "R"]

@@ -1,9 +1,7 @@
 """The contract of passes: specs, order, the registry and plugins, what a run records, and what the compiler does with it."""
 
-import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,9 @@ from spmd.errors import PassError
 from spmd.graph.local import LocalGraph
 from spmd.passes import Adapted, Bucket, Dedup, Fuse, GraphPass, Numerics, Overlap, PassPipeline, Regather, registry
 from tests import programs
+from tests.conftest import SAMPLE
 from tests.oracle import tools
 from tests.oracle.world import World
-
-PLUGIN = Path(__file__).parent / "plugins" / "sample"
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -188,20 +185,6 @@ def test_a_pass_that_fails_is_named(graph: LocalGraph) -> None:
 # ---- plugins
 
 
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The sample package, installed as far as importlib can tell: on the path, with metadata."""
-    folder = tmp_path / "spmd_sample-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: spmd-sample\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text("[spmd.passes]\nfold_scale = spmd_sample:FoldScale\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.syspath_prepend(str(PLUGIN))
-    importlib.invalidate_caches()
-    yield folder
-    sys.modules.pop("spmd_sample", None)
-
-
 def test_a_plugin_is_found_by_its_entry_point(plugin: Path, graph: LocalGraph) -> None:
     pipeline = PassPipeline.parse("fold_scale{limit=3},bucket")
     assert str(pipeline) == "fold_scale{limit=3},bucket"
@@ -209,8 +192,8 @@ def test_a_plugin_is_found_by_its_entry_point(plugin: Path, graph: LocalGraph) -
 
 
 def test_a_plugin_installs_with_pip(tmp_path: Path) -> None:
-    """Its pyproject declares what the fixture above writes by hand."""
-    text = (PLUGIN / "pyproject.toml").read_text()
+    """Its pyproject declares what the fixture installs."""
+    text = (SAMPLE / "pyproject.toml").read_text()
     assert '[project.entry-points."spmd.passes"]\nfold_scale = "spmd_sample:FoldScale"' in text
 
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import spmd
 from spmd._torch import StridedShard
 from spmd.api import local_graph
 from spmd.capture import capture
-from spmd.errors import AgreementError, PlacementError
+from spmd.errors import AgreementError, PlacementError, StateError
 from spmd.graph.local import LocalGraph
 from spmd.modes import (
     ColwiseParallel,
@@ -28,7 +28,7 @@ from spmd.modes import (
     compose,
     parallelize_module,
 )
-from spmd.runtime.world import World as Ranks
+from tests import programs
 from tests.oracle.plans import MLP, PLAN, SEQUENCE, Decoder
 from tests.oracle.world import World
 
@@ -46,8 +46,7 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, tokens: Tensor) -> Ten
 def program(plan: dict[str, Any], model: nn.Module, step: Any, *batch: Tensor, W: int = 2) -> LocalGraph:
     """What the first of W ranks would run, without passes."""
     captured = capture(step, (model, torch.optim.SGD(model.parameters(), 0.1), *batch), global_batch=lambda n: n)
-    world = Ranks(None, None, (W,), (0,), None, tuple(range(W)), 0.0)
-    return local_graph(captured.step, captured, len(batch[0]), TensorParallelMode(plan), world)
+    return local_graph(captured.step, captured, len(batch[0]), TensorParallelMode(plan), programs.ranks(W)[0])
 
 
 def moved(graph: LocalGraph, phase: str) -> list[tuple[str, int]]:
@@ -185,6 +184,22 @@ def two_axes() -> None:
 
 def test_two_axes_share_the_parameters(world: World) -> None:
     world.run(two_axes, 4)
+
+
+def another_mesh() -> None:
+    """The parameters are DTensors on one axis of the mesh; the step wants both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(4, 4)
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh["tp"], [Shard(0)])))
+    mode = compose(DataParallelMode("fully_shard", axis="dp"), TensorParallelMode(ColwiseParallel(), axis="tp"))
+    step = spmd.compile(pair, parallel_mode=mode, mesh=mesh)
+    with pytest.raises(StateError, match=r"weight[\s\S]*one parallel mode, on one mesh"):
+        step(model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(2, 4))
+
+
+def test_parameters_on_a_part_of_the_mesh_are_refused(world: World) -> None:
+    world.run(another_mesh, 4)
 
 
 def other_batches() -> None:

@@ -22,7 +22,7 @@ LINKS = {
     "cuda": Link(10e-6, 450e9),
     "cpu": Link(200e-6, 0.8e9),  # gloo between processes of one machine: docs/benchmarks.md, "Collectives"
 }
-ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 
 def link_of(device_type: str) -> Link:

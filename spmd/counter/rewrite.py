@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
-from spmd._torch import FakeTensor, FakeTensorMode, OpOverload
+from spmd._torch import FakeTensor, FakeTensorMode, OpOverload, tree_leaves
 from spmd.capture.result import Capture, Slot
 from spmd.counter import keys
 from spmd.counter.draws import DRAWS, Draw

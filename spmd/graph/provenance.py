@@ -37,3 +37,8 @@ def source_of(node: fx.Node) -> Source | None:
 def where(node: fx.Node) -> str:
     """The line that `node` was traced from, as text for messages; empty if unknown."""
     return str(source_of(node) or "")
+
+
+def step_name(node: fx.Node) -> str:
+    """Name of the step's own node that `node` was made for, through all mesh axes that have been cut."""
+    return node.meta.get("step", node.name)

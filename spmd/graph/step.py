@@ -61,6 +61,11 @@ class Output:
     alias_of: str = ""  # USER: name of the parameter or buffer that the user returns itself
     grad_of: str = ""  # USER: name of the parameter whose gradient it is
 
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter whose gradient it is; "" where it's none."""
+        return self.grad_of or (self.name.removesuffix(".grad") if self.role is Role.GRADIENT else "")
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd.graph.local import Collective, LocalGraph, PassRecord
-from spmd.graph.provenance import where
+from spmd.graph.provenance import step_name, where
 from spmd.graph.step import STORED
 from spmd.sharding.layout import buffer_shape
 
@@ -132,15 +132,14 @@ def gathered(node: fx.Node, local: LocalGraph) -> int:
     moved = {one.value: one.nbytes for c in local.collectives for one in (c.members or (c,))}
     total = 0
     for x in node.all_input_nodes:
-        while name(x) not in moved and (schema := getattr(x.target, "_schema", None)) and schema.returns[0].alias_info:
+        while (
+            step_name(x) not in moved
+            and (schema := getattr(x.target, "_schema", None))
+            and schema.returns[0].alias_info
+        ):
             x = x.all_input_nodes[0]
-        total += moved.get(name(x), 0)
+        total += moved.get(step_name(x), 0)
     return total
-
-
-def name(node: fx.Node) -> str:
-    """Of the step's node that one stands for, where other axes have cut it already."""
-    return node.meta.get("step", node.name)
 
 
 def placed(local: LocalGraph) -> list[PlacedTensor]:

@@ -277,6 +277,6 @@ def _conflict(slot: Slot, tensor: torch.Tensor, layouts: Layouts, world: World) 
         Offence(
             f"it lies as {has} already, this function asks for {asks}",
             fqn=slot.input.name,
-            remedy="use the same parallel mode for all functions that share it",
+            remedy="use one parallel mode, on one mesh, for all that share it",
         )
     ]

@@ -30,6 +30,7 @@ from spmd.sharding.layout import (
     buffer_shape,
     local_shape,
     padded_shape,
+    remaining,
     shard,
     take,
 )
@@ -309,9 +310,7 @@ def local_part(value: torch.Tensor, layouts: Layouts, world: World) -> torch.Ten
 
 def part_shape(shape: Sequence[int], layouts: Layouts, world: World) -> tuple[int, ...]:
     """Shape of this rank's part of a tensor of `shape`."""
-    for axis, layout in reversed(list(enumerate(layouts))):
-        shape = local_shape(shape, layout, world.shape[axis], world.coordinate[axis])
-    return tuple(map(int, shape))
+    return remaining(shape, layouts, world.shape, world.coordinate)[0]
 
 
 def _real_part(buffer: torch.Tensor, shape: Sequence[int], layouts: Layouts, world: World) -> torch.Tensor:
@@ -322,13 +321,9 @@ def _real_part(buffer: torch.Tensor, shape: Sequence[int], layouts: Layouts, wor
 
 def _gather(padded: torch.Tensor, shape: Sequence[int], layouts: Layouts, world: World) -> torch.Tensor:
     """The whole tensor from every rank's padded buffer, moved as bytes: gloo refuses some types."""
-    shapes = [tuple(shape)]  # of what each axis leaves to those before, from the last axis on
-    for axis in reversed(range(1, len(layouts))):
-        shapes.append(
-            tuple(map(int, local_shape(shapes[-1], layouts[axis], world.shape[axis], world.coordinate[axis])))
-        )
+    left = remaining(shape, layouts, world.shape, world.coordinate)
     for axis, layout in enumerate(layouts):
-        whole = shapes.pop()
+        whole = left[axis + 1]
         if not isinstance(layout, Sharded) or world.mesh is None:
             continue
         ranks, dim = world.shape[axis], layout.dim

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves, tree_map
 
-from spmd._torch import FakeTensorMode
+from spmd._torch import FakeTensorMode, tree_leaves, tree_map
+from spmd.graph.provenance import step_name
 from spmd.sharding.layout import Layout, RankInt, local_shape
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ class Build:
     def stamp(self, node: fx.Node) -> None:
         if self.origin is not None:
             node.meta.update({k: self.origin.meta[k] for k in PROVENANCE if k in self.origin.meta})
-            node.meta["step"] = self.origin.meta.get("step", self.origin.name)
+            node.meta["step"] = step_name(self.origin)
         if self.moving is not None:  # for another's sake: whether this is a gradient has nothing to do with that
             node.meta.pop("grad_of", None)
             if "grad_of" in self.moving.meta:

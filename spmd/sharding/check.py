@@ -9,9 +9,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from spmd._torch import FakeTensorMode, OpOverloadPacket, resolve_overload
+from spmd._torch import (
+    FakeTensorMode,
+    OpOverloadPacket,
+    resolve_overload,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from spmd.errors import Offence, PlacementError
 from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Output, Role, StepGraph

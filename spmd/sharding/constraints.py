@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -41,8 +41,16 @@ def pin(constraints: Constraints, step: StepGraph, placed: Mapping[str, Layout])
     }
     lies = {spec.name: now for spec, now in zip(step.inputs, inputs, strict=True) if spec.role is Role.PARAMETER}
     inputs = tuple(lies[x.owner] if x.role is Role.GRADIENT else p for x, p in zip(step.inputs, inputs, strict=True))
-    outputs = []
-    for out, layout in zip(step.outputs, constraints.outputs, strict=True):
-        owner = out.grad_of or (out.name.removesuffix(".grad") if out.role is Role.GRADIENT else "")
-        outputs.append(inputs[out.updates] if out.updates is not None else lies.get(owner, layout) if owner else layout)
-    return replace(constraints, inputs=inputs, outputs=tuple(outputs), gradients={**constraints.gradients, **moved})
+    outputs = kept(step, inputs, constraints.outputs)
+    return replace(constraints, inputs=inputs, outputs=outputs, gradients={**constraints.gradients, **moved})
+
+
+def kept(
+    step: StepGraph, inputs: Sequence[Layout | None], others: Iterable[Layout | None]
+) -> tuple[Layout | None, ...]:
+    """Layouts of the outputs: what updates an input lies as it does, a gradient as its parameter, and `others` as they say."""
+    lies = {spec.name: p for spec, p in zip(step.inputs, inputs, strict=True) if spec.role is Role.PARAMETER}
+    return tuple(
+        inputs[out.updates] if out.updates is not None else lies.get(out.parameter, layout)
+        for out, layout in zip(step.outputs, others, strict=True)
+    )

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
-from spmd._torch import decomposition_table, make_fx
+from spmd._torch import decomposition_table, make_fx, tree_leaves
 from spmd.sharding import decompositions as d
 from spmd.sharding.layout import Layout, R, Sharded
 from spmd.sharding.rule import Call

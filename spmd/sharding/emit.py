@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from spmd._torch import c10d_functional
 from spmd.sharding.build import Build, add
-from spmd.sharding.layout import Layout, Partial, RankInt, Sharded, bounds
+from spmd.sharding.layout import Layout, Partial, RankInt, Sharded, bounds, offset
 from spmd.sharding.rule import Call, has_empty
 
 aten = torch.ops.aten
@@ -32,6 +32,11 @@ class Expansion:
     def run(self) -> fx.Node:
         """The op itself on the local arguments."""
         return self.build.op(self.call.target, *self.args, **self.kwargs)
+
+    def get(self, name: str) -> Any:
+        """The local argument called `name`."""
+        place = self.call.position(name)
+        return self.args[place] if place < len(self.args) else self.kwargs[name]
 
     def put(self, name: str, value: Any) -> None:
         """Replace the argument called `name`."""
@@ -66,12 +71,17 @@ def extremum(x: Expansion) -> fx.Node:
     """max, min, any, all: a rank with an empty shard contributes the identity, appended on every rank alike."""
     build, s, out = x.build, x.wants[0], x.outs[0]
     if isinstance(out, Partial) and isinstance(s, Sharded) and has_empty(s, build.world):
-        val = build.val(x.args[0])
-        shape = [1 if d == s.dim else n for d, n in enumerate(val.shape)]
-        value = identity(out.op, val.dtype, x.call.name in ("any", "all"))
-        row = build.op(aten.full.default, shape, value, dtype=val.dtype, device=val.device)
-        x.args[0] = build.op(aten.cat.default, [x.args[0], row], s.dim)
+        value = identity(out.op, build.val(x.args[0]).dtype, x.call.name in ("any", "all"))
+        x.args[0] = with_row(build, x.args[0], s.dim, value)
     return x.run()
+
+
+def with_row(build: Build, x: fx.Node, dim: int, value: float) -> fx.Node:
+    """`x` with one more row, of `value`: what a rank without rows computes with, and all others alike."""
+    val = build.val(x)
+    shape = [1 if d == dim else n for d, n in enumerate(val.shape)]
+    row = build.op(aten.full.default, shape, value, dtype=val.dtype, device=val.device)
+    return build.op(aten.cat.default, [x, row], dim)
 
 
 def identity(op: str, dtype: torch.dtype, logical: bool) -> float | int:
@@ -140,8 +150,7 @@ def positions(x: Expansion) -> fx.Node:
         size[s.dim : s.dim + 1], stride[s.dim : s.dim + 1] = [s.outer, run], [s.n * s.inner * inner, inner]
     x.put("size", size)
     x.put("stride", stride)
-    offset = RankInt(start * s.inner * inner, f"start({s.n})*{s.inner * inner}")
-    x.put("offset", add(x.call.arg("offset") or 0, offset))
+    x.put("offset", add(x.call.arg("offset") or 0, offset(s.n, start, s.inner * inner)))
     return build.view(x.run(), build.local(shape, s))
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spmd._torch import TreeSpec
+from spmd._torch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from spmd.sharding.rule import Call, Shape
 
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, torch.complex64: 1e-5}

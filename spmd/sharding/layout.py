@@ -102,6 +102,11 @@ def local_length(layout: Sharded, world: int, rank: int) -> int:
     return RankInt(size, f"chunk({layout.n})" + (f"*{scale}" if scale > 1 else ""))
 
 
+def offset(n: int, value: int, scale: int, upper: bool = False) -> RankInt:
+    """Where a rank's chunk of `n` begins or ends."""
+    return RankInt(value * scale, f"{'end' if upper else 'start'}({n})" + (f"*{scale}" if scale > 1 else ""))
+
+
 def local_shape(shape: Sequence[int], layout: Layout, world: int, rank: int) -> tuple[int, ...]:
     """Shape of the tensor on `rank`."""
     if not isinstance(layout, Sharded):
@@ -117,14 +122,21 @@ def padded_shape(shape: Sequence[int], layout: Layout, world: int) -> tuple[int,
     return (*shape[: layout.dim], chunk, *shape[layout.dim + 1 :])
 
 
+def remaining(
+    shape: Sequence[int], layouts: Sequence[Layout], mesh: Sequence[int], coordinate: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """What is left of a tensor on a mesh, whose last axis cuts first: [k] is the shape that axis k leaves on this rank, the last one that of the whole."""
+    left = [tuple(map(int, shape))]
+    for layout, ranks, place in reversed(list(zip(layouts, mesh, coordinate, strict=True))):
+        left.insert(0, tuple(map(int, local_shape(left[0], layout, ranks, place))))
+    return left
+
+
 def buffer_shape(
     shape: Sequence[int], layouts: Sequence[Layout], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
     """Shape of a stored tensor's buffer on a mesh: the later axes' part, padded to the common chunk of the first."""
-    first, *later = layouts
-    for axis, layout in reversed(list(enumerate(later, 1))):
-        shape = local_shape(shape, layout, mesh[axis], coordinate[axis])
-    return tuple(map(int, padded_shape(shape, first, mesh[0])))
+    return padded_shape(remaining(shape, layouts, mesh, coordinate)[1], layouts[0], mesh[0])
 
 
 def take(whole: torch.Tensor, layout: Layout, world: int, rank: int) -> torch.Tensor:

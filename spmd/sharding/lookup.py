@@ -6,14 +6,13 @@ The rows have the label ROWS, which stands only on axes that have no part in the
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from spmd.sharding.build import Build
-from spmd.sharding.emit import Expansion
-from spmd.sharding.layout import RankInt, Sharded, bounds
+from spmd.sharding.emit import Expansion, with_row
+from spmd.sharding.layout import RankInt, Sharded, bounds, offset
 from spmd.sharding.rule import ROWS, Call, Rule, has_empty, labelled
 
 aten = torch.ops.aten
@@ -68,13 +67,9 @@ def found(x: Expansion) -> fx.Node:
     if not isinstance(s, Sharded) or s.dim != d:
         return x.run()
     if has_empty(s, build.world):
-        shape = [1 if j == d else n for j, n in enumerate(build.val(x.args[0]).shape)]
-        x.put(
-            "weight" if x.call.name == "embedding" else "self",
-            build.op(aten.cat.default, [x.args[0], zeros(build, x.args[0], shape)], d),
-        )
+        x.args[0] = with_row(build, x.args[0], d, 0)
     name = "indices" if x.call.has("indices") else "index"
-    place, elsewhere = local_rows(build, argument(x, name), s)
+    place, elsewhere = local_rows(build, x.get(name), s)
     x.put(name, place)
     if d == 0 and x.call.name == "embedding":
         elsewhere = build.op(aten.unsqueeze.default, elsewhere, -1)
@@ -87,13 +82,13 @@ def put_back(x: Expansion) -> fx.Node:
     if not isinstance(s, Sharded) or s.dim != 0:
         return x.run()
     length = build.local(x.call.outputs[0] or (), s)[0]
-    index = argument(x, "indices")
+    index = x.get("indices")
     place, elsewhere = local_rows(build, index, s)
     padding = x.call.arg("padding_idx")
     if padding >= 0:
         elsewhere = build.op(aten.logical_or.default, elsewhere, build.op(aten.eq.Scalar, index, padding))
     drop = build.op(aten.unsqueeze.default, elsewhere, -1)
-    x.put("grad_output", build.op(aten.masked_fill.Scalar, argument(x, "grad_output"), drop, 0))
+    x.put("grad_output", build.op(aten.masked_fill.Scalar, x.get("grad_output"), drop, 0))
     x.put("indices", place)
     x.put("padding_idx", -1)
     if not has_empty(s, build.world):
@@ -105,7 +100,7 @@ def put_back(x: Expansion) -> fx.Node:
 
 def own_classes(x: Expansion) -> fx.Node:
     """Targets that are other ranks' classes count for nothing here."""
-    s, build, target = x.outs[0], x.build, argument(x, "target")
+    s, build, target = x.outs[0], x.build, x.get("target")
     if not isinstance(s, Sharded) or s.dim != 1:
         return x.run()
     place, elsewhere = local_rows(build, target, s)
@@ -121,24 +116,13 @@ def own_classes(x: Expansion) -> fx.Node:
 def local_rows(build: Build, index: fx.Node, s: Sharded) -> tuple[fx.Node, fx.Node]:
     """Where the rows of the whole lie on this rank, 0 for those that don't; and which don't."""
     start, end = bounds(s.n, build.world, build.rank)
-    first, length = RankInt(start, f"start({s.n})"), RankInt(end - start, f"chunk({s.n})")
-    block = build.op(aten.div.Tensor_mode, index, s.n * s.inner, rounding_mode="floor")
-    rest = build.op(aten.remainder.Scalar, index, s.n * s.inner)
-    low = build.op(aten.lt.Scalar, rest, RankInt(first * s.inner, f"{first.formula}*{s.inner}"))
-    high = build.op(aten.ge.Scalar, rest, RankInt(end * s.inner, f"end({s.n})*{s.inner}"))
-    elsewhere = build.op(aten.logical_or.default, low, high)
-    place = build.op(aten.sub.Tensor, rest, RankInt(first * s.inner, f"{first.formula}*{s.inner}"))
+    first, last = offset(s.n, start, s.inner), offset(s.n, end, s.inner, upper=True)
+    row = index if s.outer == 1 else build.op(aten.remainder.Scalar, index, s.n * s.inner)
+    outside = build.op(aten.lt.Scalar, row, first), build.op(aten.ge.Scalar, row, last)
+    elsewhere = build.op(aten.logical_or.default, *outside)
+    place = build.op(aten.sub.Tensor, row, first)
     if s.outer > 1:
-        size = RankInt(length * s.inner, f"{length.formula}*{s.inner}")
+        block = build.op(aten.div.Tensor_mode, index, s.n * s.inner, rounding_mode="floor")
+        size = RankInt((end - start) * s.inner, f"chunk({s.n})*{s.inner}")
         place = build.op(aten.add.Tensor, place, build.op(aten.mul.Tensor, block, size))
     return build.op(aten.masked_fill.Scalar, place, elsewhere, 0), elsewhere
-
-
-def argument(x: Expansion, name: str) -> Any:
-    place = x.call.position(name)
-    return x.args[place] if place < len(x.args) else x.kwargs[name]
-
-
-def zeros(build: Build, like: fx.Node, shape: list[int]) -> fx.Node:
-    val = build.val(like)
-    return build.op(aten.full.default, shape, 0, dtype=val.dtype, device=val.device)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
-from spmd._torch import FakeTensorMode, LazyGraphModule
+from spmd._torch import FakeTensorMode, LazyGraphModule, tree_leaves
 from spmd.errors import Offence, PlacementError, SpmdError, VerifyError
 from spmd.graph.axis import Axis
 from spmd.graph.local import Collective, LocalGraph
-from spmd.graph.provenance import source_of, where
+from spmd.graph.provenance import source_of, step_name, where
 from spmd.graph.step import STORED, Output, Role, StepGraph
 from spmd.sharding.build import Build, is_number, sample
 from spmd.sharding.emit import Expansion
@@ -57,9 +56,6 @@ class Partition:
             self.next = step.size // axis.world
         self.build = Build(FakeTensorMode(), axis.world, axis.rank)
         self.env: dict[tuple[fx.Node, Layout | None], fx.Node] = {}  # local nodes by step node and layout
-        self.stored: list[
-            fx.Node
-        ] = []  # the real part of each stored input, in the order of the inputs that are stored
         self.padded: dict[fx.Node, fx.Node] = {}  # step placeholder -> its padded buffer
         self.owner = dict(zip(step.placeholders, step.inputs, strict=True))
         self.reader: fx.Node | None = None
@@ -297,7 +293,7 @@ class Partition:
             role,
             "",
             self.axis.index,
-            x.meta.get("step", x.name),
+            step_name(x),
             fqn,
             val.numel() * val.element_size(),
             str(a),
@@ -333,7 +329,7 @@ class Partition:
                 results.append(None)
             else:
                 results.append(local)
-        results = write_back(self.build, updates, results, set(self.padded.values()))
+        results = write_back(self.build, updates, results)
         self.build.graph.output(tuple(results))
         return tuple(layouts)
 

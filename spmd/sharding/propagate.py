@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from spmd._torch import tree_flatten, tree_leaves, tree_unflatten
 from spmd.graph.step import Role, StepGraph
 from spmd.sharding.constraints import Constraints
 from spmd.sharding.decompose import decompose, decomposition
@@ -24,10 +24,8 @@ from spmd.sharding.rule import OWN, ROWS, Call, Rule
 from spmd.sharding.sink import sink
 from spmd.sharding.sources import rule_for
 
-BATCH, STATE = (
-    "batch",
-    "state",
-)  # what a shard is a part of: the policy never gathers the first where the second will do
+# What a shard is a part of: the policy never gathers the first where the second will do.
+BATCH, STATE = "batch", "state"
 
 # Costs are bytes moved, weighted; only their order matters. Measured to give minimal collective counts on the models of the suite.
 STAYS = 1000.0  # gathering the batch; or a parameter, on an axis that has no part in the batch

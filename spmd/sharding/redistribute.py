@@ -11,7 +11,7 @@ import torch.fx as fx
 from spmd.graph.local import Collective
 from spmd.sharding import emit
 from spmd.sharding.build import Build
-from spmd.sharding.layout import Layout, Partial, RankInt, Replicated, Sharded, bounds, ceil_div, padded_shape
+from spmd.sharding.layout import Layout, Partial, RankInt, Replicated, Sharded, bounds, ceil_div, offset, padded_shape
 from spmd.sharding.rule import Shape
 
 aten = torch.ops.aten
@@ -58,11 +58,6 @@ def part_of(build: Build, x: fx.Node, shape: Shape, b: Layout) -> fx.Node:
     split = build.view(x, (*shape[: b.dim], b.outer, b.n, b.inner, *shape[b.dim + 1 :]))
     cut = build.op(aten.slice.Tensor, split, b.dim + 1, offset(b.n, start, 1), offset(b.n, end, 1, upper=True))
     return build.view(cut, build.local(shape, b))
-
-
-def offset(n: int, value: int, scale: int, upper: bool = False) -> RankInt:
-    """Where a rank's chunk of `n` begins or ends."""
-    return RankInt(value * scale, f"{'end' if upper else 'start'}({n})" + (f"*{scale}" if scale > 1 else ""))
 
 
 def pad(build: Build, x: fx.Node, s: Sharded) -> fx.Node:

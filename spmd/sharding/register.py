@@ -9,9 +9,8 @@ from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
-from spmd._torch import CustomOpDef, FunctionSchema, OpOverload, OpOverloadPacket
+from spmd._torch import CustomOpDef, FunctionSchema, OpOverload, OpOverloadPacket, tree_leaves
 from spmd.errors import Offence, PlacementError
 from spmd.graph.provenance import where
 from spmd.sharding.rule import Call, Rule, Shape, labelled

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
+from spmd._torch import tree_leaves
 from spmd.sharding.layout import Layout, Partial, R, Sharded, ceil_div
 
 if TYPE_CHECKING:

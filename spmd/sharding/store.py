@@ -8,36 +8,17 @@ import torch
 import torch.fx as fx
 
 from spmd.graph.local import LocalGraph, settle
+from spmd.graph.memory import roots
 from spmd.graph.random import is_random
 from spmd.sharding.build import Build
 
 aten = torch.ops.aten
 
 
-def aliases(graph: fx.Graph, roots: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Every node that shares memory with one of `roots`, and which."""
-    root = {r: r for r in roots}
-    for node in graph.nodes:
-        if node.op == "call_function" and shares_memory(node):
-            for a in node.all_input_nodes:
-                if a in root:
-                    root[node] = root[a]
-    return root
-
-
-def shares_memory(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return isinstance(node.meta.get("val"), torch.Tensor)  # getitem
-    return any(r.alias_info is not None for r in schema.returns)
-
-
-def write_back(
-    build: Build, updates: list[tuple[fx.Node, fx.Node]], results: list[Any], buffers: set[fx.Node]
-) -> list[Any]:
+def write_back(build: Build, updates: list[tuple[fx.Node, fx.Node]], results: list[Any]) -> list[Any]:
     """Store new values in place, each as soon as the last reader of the old one is done. What would change under its reader is copied first."""
     graph = build.graph
-    root = aliases(graph, buffers)
+    root = roots(graph)
     written = {root[home] for home, _ in updates}
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -53,7 +34,7 @@ def write_back(
 
     updates, results = [(home, safe(new)) for home, new in updates], [safe(x) for x in results]
     order = {n: i for i, n in enumerate(graph.nodes)}
-    last = {root[a]: node for node in graph.nodes for a in node.all_input_nodes if a in root}
+    last = {root[a]: node for node in graph.nodes for a in node.all_input_nodes}
     last_input = graph.find_nodes(op="placeholder", sort=True)[-1:]
     for home, new in updates:
         reader = last.get(root[home], new)

@@ -150,7 +150,7 @@ class Ranks:
             parts = [o[i] for o in outputs]
             if out.role is Role.GRADIENT:
                 assert layouts is not None
-                owner = out.grad_of or out.name.removesuffix(".grad")
+                owner = out.parameter
                 self.gradients[owner] = parts
                 self.layouts[f"{owner}.grad"] = (layouts[0], ())
             elif out.role is Role.STATE and out.updates is None:
