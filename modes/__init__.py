@@ -3,7 +3,9 @@
 from spmd.modes.base import ParallelMode
 from spmd.modes.compose import compose
 from spmd.modes.data_parallel import DataParallelMode, DataParallelStyle
+from spmd.modes.dtensor_expand import DTensorExpandMode, Schema
 from spmd.modes.loss import loss_parallel
+from spmd.modes.override import Override
 from spmd.modes.parallelize import parallelize_module
 from spmd.modes.styles import (
     ColwiseParallel,
@@ -19,15 +21,18 @@ from spmd.modes.tensor_parallel import TensorParallelMode
 
 __all__ = [
     "ColwiseParallel",
+    "DTensorExpandMode",
     "DataParallelMode",
     "DataParallelStyle",
     "Description",
+    "Override",
     "ParallelMode",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
+    "Schema",
     "SequenceParallel",
     "TensorParallelMode",
     "compose",

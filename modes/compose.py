@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 from spmd.errors import PlacementError
 from spmd.graph.axis import Axis
 from spmd.graph.step import StepGraph
 from spmd.modes.base import ParallelMode
+from spmd.passes import PassPipeline
 from spmd.sharding.constraints import Constraints
 
 
@@ -45,6 +48,7 @@ class Composed(ParallelMode):
         object.__setattr__(self, "input_batch_dim", next((mode.input_batch_dim for mode in splitting), 0))
         shared = dict.fromkeys(path for mode in self.modes for path in mode.replicated_inputs)
         object.__setattr__(self, "replicated_inputs", tuple(shared))
+        object.__setattr__(self, "overrides", tuple(override for mode in self.modes for override in mode.overrides))
 
     def over(self, shape: Sequence[int], names: Sequence[str] = ()) -> tuple[ParallelMode, ...]:
         sizes = dict(zip(names, shape, strict=False))
@@ -66,6 +70,13 @@ class Composed(ParallelMode):
                 f"axes that split the batch come first in the mesh, those of tensor parallel last; here they are {tuple(names)}"
             )
         return tuple(found[name] for name in names)
+
+    def of(self, modules: Mapping[str, nn.Module]) -> Composed:
+        return Composed(tuple(mode.of(modules) for mode in self.modes))
+
+    def passes(self) -> PassPipeline:
+        """The first mode's."""
+        return self.modes[0].passes() if self.modes else super().passes()
 
     def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
         raise AssertionError("each axis has a mode of its own")

@@ -107,7 +107,7 @@ class DataParallelMode(ParallelMode):
         if not isinstance(ph.meta["val"], torch.Tensor):
             return None
         if spec.role is Role.USER:
-            return R if spec.batch_dim is None else batch_share(ph, spec.batch_dim, axis)
+            return R if spec.batch_dim is None else batch_share(ph.meta["val"], spec.batch_dim, axis)
         return self.at_rest(spec.role, ph, axis)
 
     def at_rest(self, role: Role, x: fx.Node, axis: Axis) -> Layout:
@@ -134,7 +134,6 @@ def by_rows(x: fx.Node, axis: Axis) -> Layout:
     return state_shard(x.meta["val"].shape, axis.world, x.meta.get("uneven", ()))
 
 
-def batch_share(x: fx.Node, dim: int, axis: Axis) -> Sharded:
+def batch_share(val: torch.Tensor, dim: int, axis: Axis) -> Layout:
     """Each rank's share of the dim that carries the batch, in mesh order: the axes before cut it in blocks."""
-    blocks = axis.blocks or 1
-    return Sharded(dim, blocks, x.meta["val"].shape[dim] // blocks, 1)
+    return R if axis.blocks is None else Sharded(dim, axis.blocks, val.shape[dim] // axis.blocks, 1)

@@ -12,11 +12,11 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from spmd.errors import Offence, PlacementError
 from spmd.graph.axis import Axis
-from spmd.graph.step import ENTERS, LEAVES, Role, StepGraph
+from spmd.graph.step import ENTERS, LEAVES, StepGraph
 from spmd.modes.base import ParallelMode
 from spmd.modes.plan import Plan, joined, patterns, read
 from spmd.modes.styles import Description
-from spmd.sharding.constraints import Constraints, kept
+from spmd.sharding.constraints import Constraints, by_owner
 from spmd.sharding.layout import Layout, R, shard
 
 
@@ -72,26 +72,11 @@ class TensorParallelMode(ParallelMode):
         return replace(self, described=merge, parameters=parameters)
 
     def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
-        inputs = tuple(
-            self.at_rest(spec.owner or spec.name, ph.meta["val"])
-            for spec, ph in zip(step.inputs, step.placeholders, strict=True)
-        )
-        made = (  # by this very step: "<parameter>.<key>"
-            self.at_rest(out.name.rpartition(".")[0], x.meta["val"])
-            if out.role is Role.STATE and isinstance(x, fx.Node)
-            else None
-            for out, x in zip(step.outputs, step.results, strict=True)
-        )
-        gradients = {
-            spec.name: p or R for spec, p in zip(step.inputs, inputs, strict=True) if spec.role is Role.PARAMETER
-        }
         values = {node.name: layout(wanted, node.meta["val"]) for node, wanted in self.pinned(step)}
-        return Constraints(inputs, kept(step, inputs, made), gradients=gradients, blocks=axis.blocks, values=values)
+        return replace(by_owner(step, axis, self.at_rest), values=values)
 
-    def at_rest(self, owner: str, val: object) -> Layout | None:
+    def at_rest(self, owner: str, val: torch.Tensor) -> Layout:
         """States of a parameter's shape lie as it does; all else is whole."""
-        if not isinstance(val, torch.Tensor):
-            return None
         placement, shape = self.parameters.get(owner, (None, None))
         return layout(placement, val) if val.shape == shape else R
 

@@ -42,13 +42,16 @@ class PassPipeline:
     # ------------------------------------------------------------------------------------------------- making
 
     @classmethod
-    def of(cls, passes: str | PassPipeline | Iterable[Any]) -> PassPipeline:
-        """A pipeline from what users write: a spec, or passes, specs and `GraphModule -> GraphModule` callables in a list."""
+    def of(cls, passes: str | PassPipeline | Iterable[Any], default: PassPipeline | None = None) -> PassPipeline:
+        """A pipeline from what users write: a spec, or passes, specs and `GraphModule -> GraphModule` callables in a list.
+
+        default: what "default" in a spec stands for; the usual passes.
+        """
         if isinstance(passes, PassPipeline):
             return passes
         if isinstance(passes, str):
-            return cls.parse(passes)
-        return cls(tuple(p for x in passes for p in _each(x)))
+            return cls.parse(passes, default)
+        return cls(tuple(p for x in passes for p in _each(x, default)))
 
     @classmethod
     def parse(cls, text: str, default: PassPipeline | None = None) -> PassPipeline:
@@ -91,7 +94,7 @@ class PassPipeline:
             PassError: a pass failed, or left a graph that breaks an invariant.
         """
         known = Known.of(graph.graph)
-        graph = replace(graph, history=[*graph.history, record("partition", graph)])
+        graph = replace(graph, history=graph.history or [record("partition", graph)])
         for p in self.passes:
             before, counts, began = program_text(graph) if self.diffs else "", _counts(graph), time.perf_counter()
             history = graph.history
@@ -115,9 +118,9 @@ class PassPipeline:
         return graph
 
 
-def _each(x: Any) -> Iterator[GraphPass]:
+def _each(x: Any, default: PassPipeline | None) -> Iterator[GraphPass]:
     if isinstance(x, str):
-        yield from PassPipeline.parse(x).passes
+        yield from PassPipeline.parse(x, default).passes
     elif isinstance(x, GraphPass):
         yield x
     elif callable(x):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,10 +29,6 @@ from spmd.runtime.counter import CounterDraws
 from spmd.runtime.programs import Program, Programs
 from spmd.runtime.progress import Stages
 from spmd.runtime.world import World
-from spmd.sharding.constraints import pin
-from spmd.sharding.partition import divide, partition
-from spmd.sharding.plan import Plan
-from spmd.sharding.propagate import propagate
 
 if TYPE_CHECKING:
     from spmd.report.explain import Explanation  # reports stand above: imported when asked for
@@ -79,7 +74,8 @@ class CompiledStep(Generic[P, T]):
             init = local_graph(captured.init, captured, batch, self.mode, world) if captured.init else None
         with stages("optimize"):
             verify_local(step)
-            step = self.passes.run(step)
+            transforms = PassPipeline.of([override.transform for override in self.mode.overrides])
+            step = self.passes.run(transforms.run(step))
         return Program(captured, step, init)
 
     @property
@@ -115,8 +111,8 @@ class CompiledStep(Generic[P, T]):
 
 
 def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: ParallelMode, world: World) -> LocalGraph:
-    """This rank's program for a captured graph: cut along one mesh axis after the other, the last first."""
-    concrete = part = rewrite(at(step, batch))
+    """This rank's program for a captured graph."""
+    concrete = rewrite(at(step, batch))
     verify_step(concrete)
     known = {
         s.input.name: found
@@ -124,28 +120,7 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
         if s.tensor is not None and s.input.role is not Role.GRADIENT and (found := placed(s.tensor)) is not None
         if len(found) == len(world.shape)  # else it lies on another mesh, which binding refuses
     }
-    modes, modules = mode.over(world.shape, world.names), captured.submodules()
-    plans: list[Plan] = []
-    reasons: dict[str, str] = {}
-    for axis, policy in reversed(list(zip(world.axes([m.splits_batch for m in modes]), modes, strict=True))):
-        lies = {name: layouts[axis.index] for name, layouts in known.items()}
-        constraints = pin(policy.of(modules).constraints(part, axis), part, lies)
-        reasons.update(constraints.reasons)
-        plans.insert(0, propagate(part, constraints, axis.world))
-        if axis.index:
-            part = divide(part, plans[0], axis)
-    local = partition(part, plans[0], axis, agree=world.size > 1)
-    outputs = [None if None in places else places for places in zip(*(plan.outputs for plan in plans), strict=True)]
-    fallbacks = [node for plan in reversed(plans) for node in plan.fallbacks]
-    return replace(
-        local,
-        step=concrete,
-        outputs=tuple(outputs),
-        mesh_shape=world.shape,
-        coordinate=world.coordinate,
-        fallbacks=fallbacks,
-        reasons=reasons,
-    )
+    return mode.of(captured.submodules()).expand(concrete, world.view, known)
 
 
 @overload
@@ -213,4 +188,4 @@ def compile(
     if randomness not in ("eager", "counter"):
         raise ValueError(f'randomness={randomness!r} is unknown; it\'s "eager" or "counter"')
     mode = registry.mode(parallel_mode) if isinstance(parallel_mode, str) else parallel_mode or DataParallelMode()
-    return CompiledStep(func, mode, mesh, PassPipeline.of(passes).here(), seed, randomness, sync)
+    return CompiledStep(func, mode, mesh, PassPipeline.of(passes, mode.passes()).here(), seed, randomness, sync)

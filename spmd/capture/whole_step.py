@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from spmd.capture.optim import check_supported
 from spmd.capture.refuse import explain
 from spmd.capture.result import Capture
 from spmd.capture.sizes import note_varying_dims
+from spmd.capture.stand_ins import Replacement, stand_ins
 from spmd.capture.trace import Plan, Trace, Traced
 from spmd.errors import InputError, Offence, SpmdError
 from spmd.graph.step import Role, StepGraph
@@ -35,6 +36,7 @@ def capture(
     replicated: tuple[str, ...] = (),
     global_batch: Callable[[int], int] = lambda local: local,
     lifted: frozenset[str] = frozenset(),
+    replacements: Sequence[Replacement] = (),
 ) -> Capture:
     """Traces `fn(*args, **kwargs)` once, at the global batch, without changing any of the objects it works on.
 
@@ -45,6 +47,7 @@ def capture(
         replicated: paths of arguments that don't carry it, such as "batch.mask".
         global_batch: this rank's batch size -> the global one.
         lifted: names of Python numbers to read anew at each call, as `Changed.name` gives them. lr always is.
+        replacements: (FQN, submodule) -> the module that's traced in its place; the first one that gives another counts.
 
     Returns:
         The capture. Its graph is symbolic in the global batch where that's exact, else static at this call's. HYPER outputs that are Python
@@ -53,7 +56,7 @@ def capture(
     Raises:
         InputError, StateError, CaptureError, SideEffectError: nothing has run and nothing has changed.
     """
-    return _Session(fn, args, dict(kwargs or {}), batch_dim, replicated, global_batch, lifted).run()
+    return _Session(fn, args, dict(kwargs or {}), batch_dim, replicated, global_batch, lifted, replacements).run()
 
 
 class _Session:
@@ -66,12 +69,14 @@ class _Session:
         replicated: tuple[str, ...],
         global_batch: Callable[[int], int],
         lifted: frozenset[str],
+        replacements: Sequence[Replacement],
     ) -> None:
         self.fn, self.lifted = fn, lifted
         self.objects: Objects = discover(fn, args, kwargs)
         self.arguments: Arguments = flatten(fn, args, kwargs)
         check_supported(self.objects.optimizers)
         check_state(self.objects, self.arguments)
+        self.stand_ins = stand_ins(self.objects, replacements)
         self.dims, self.local = batch_dims(self.arguments, batch_dim, replicated)
         self.batch = None if self.local is None else global_batch(self.local)
 
@@ -164,7 +169,8 @@ class _Session:
         """One trace; another by the capturable path for optimizers that branch on their step count, or with the numbers as inputs that the step changes."""
         trace = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
         try:
-            traced = trace.run()
+            with self.stand_ins.in_place():
+                traced = trace.run()
         except GuardOnDataDependentSymNode:
             stuck = {
                 t.name
@@ -192,7 +198,8 @@ class _Session:
             refuse([c for c in changes if not c.is_tensor])
         with pretended(changes) as stand_ins:
             again = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
-            second = again.run()
+            with self.stand_ins.in_place():
+                second = again.run()
             reads_old = any(id(item.entry.value) in stand_ins for item in second.lifted)
             refuse([c for c in again.effects.changes if not c.is_tensor])
             if reads_old or str(second.module.graph) != str(traced.module.graph):

@@ -290,6 +290,7 @@ class Programs:
                     replicated=self.mode.replicated_inputs,
                     global_batch=lambda local: local * self.shares,
                     lifted=self.lifted,
+                    replacements=[override.replacement for override in self.mode.overrides],
                 )
             if self.counter is not None:
                 number(captured, self.counter.keys)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmd.errors import StateError
-from spmd.graph.axis import Axis
+from spmd.graph.axis import Mesh
 
 TIMEOUT = 600.0  # seconds; torch's own default for NCCL. Ranks wait for one that writes a checkpoint, so not less.
 
@@ -64,15 +64,13 @@ class World:
         """Names of the mesh's axes, where they have any."""
         return (self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
 
-    def axes(self, splits: Sequence[bool]) -> list[Axis]:
-        """The mesh axes as this rank sees them. `splits`: for each, whether it splits the batch."""
-        found, blocks = [], 1
-        for i, (ranks, split) in enumerate(zip(self.shape, splits, strict=True)):
-            group = self.group(i).group_name if self.mesh is not None else f"{i}"
-            device = self.device.type if self.device is not None else "cpu"
-            found.append(Axis(ranks, self.coordinate[i], group, i, blocks if split else None, device))
-            blocks *= ranks if split else 1
-        return found
+    @property
+    def view(self) -> Mesh:
+        """What the compiler needs to know of it."""
+        every = range(len(self.shape))
+        groups = tuple(self.group(i).group_name if self.mesh is not None else f"{i}" for i in every)
+        device = self.device.type if self.device is not None else "cpu"
+        return Mesh(self.shape, self.coordinate, groups, self.names, device)
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """The data group along a mesh axis."""

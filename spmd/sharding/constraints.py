@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from spmd.graph.step import Role, StepGraph
-from spmd.sharding.layout import Layout
+import torch
+import torch.fx as fx
+
+from spmd.graph.axis import Axis
+from spmd.graph.step import Input, Role, StepGraph
+from spmd.sharding.layout import Layout, R
+from spmd.sharding.rule import Call
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class Constraints:
     gradients: where the gradient of a parameter lies once it's reduced, by parameter name; replicated by default.
     blocks: see Axis; None where this axis doesn't split the batch.
     values: layouts in which single values are kept, by node name: the engine moves them there as they appear.
+    prefer: the layouts in which an op should take its inputs, given those in which they lie; None where it has no opinion. What isn't exact isn't done.
     """
 
     inputs: tuple[Layout | None, ...]
@@ -26,8 +32,36 @@ class Constraints:
     gradients: Mapping[str, Layout] = field(default_factory=dict)
     blocks: int | None = 1
     values: Mapping[str, Layout] = field(default_factory=dict)
+    prefer: Callable[[Call, Sequence[Layout]], Sequence[Layout] | None] | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)  # why an input lies as it does, by name; for reports
     buffers: Literal["global", "local"] = "global"  # whose statistics batch norm takes: the batch's, or each rank's own
+
+
+def by_owner(
+    step: StepGraph,
+    axis: Axis,
+    at_rest: Callable[[str, torch.Tensor], Layout],
+    user: Callable[[Input, torch.Tensor], Layout] = lambda spec, val: R,
+) -> Constraints:
+    """Constraints by the name of a parameter or buffer. `at_rest(name, value)`: the layout of one, of its gradient and of its states, whatever
+    their shapes; `user` that of an argument.
+    """
+
+    def place(spec: Input, val: object) -> Layout | None:
+        if not isinstance(val, torch.Tensor):
+            return None
+        return user(spec, val) if spec.role is Role.USER else at_rest(spec.owner or spec.name, val)
+
+    inputs = tuple(place(spec, ph.meta["val"]) for spec, ph in zip(step.inputs, step.placeholders, strict=True))
+    made = (  # by this very step: "<parameter>.<key>"
+        at_rest(out.name.rpartition(".")[0], x.meta["val"])
+        if out.role is Role.STATE and isinstance(x, fx.Node)
+        else None
+        for out, x in zip(step.outputs, step.results, strict=True)
+    )
+    lies = zip(step.inputs, inputs, strict=True)
+    gradients = {spec.name: p for spec, p in lies if spec.role is Role.PARAMETER and p is not None}
+    return Constraints(inputs, kept(step, inputs, made), gradients=gradients, blocks=axis.blocks)
 
 
 def pin(constraints: Constraints, step: StepGraph, placed: Mapping[str, Layout]) -> Constraints:

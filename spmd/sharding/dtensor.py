@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from spmd._torch import DTensorSpec, OpOverload, OpSchema, OpStrategy, TensorMeta, sharding_propagator
 from spmd.sharding.audited import CONFIRMED, TORCH
-from spmd.sharding.layout import Layout, Partial, R, shard
+from spmd.sharding.layout import Layout, Partial, R, Sharded, shard
 from spmd.sharding.listed import Move
 from spmd.sharding.rule import Call
 
@@ -40,10 +40,42 @@ def candidates(call: Call) -> tuple[list[Move], list[tuple[int, ...]]]:
     return sorted(moves, key=lambda m: m.inputs.count(None)), sorted(linear)
 
 
+def preferred(call: Call, current: Sequence[Layout], world: int) -> list[Layout] | None:
+    """The layouts in which DTensor would take the inputs that lie as `current`; None where it has no strategy, or these layouts no placement."""
+    lie = [placement_of(p) for p in current]
+    if not isinstance(call.target, OpOverload) or None in lie:
+        return None
+    try:
+        chosen = sharding_propagator.propagate_op_sharding_non_cached(schema_of(call, call.target, lie, world))
+    except Exception:  # it can't be told from a strategy that fails
+        return None
+    specs = chosen.redistribute_schema.args_spec if chosen.redistribute_schema is not None else None
+    if specs is None:
+        return list(current)
+    if len(specs) != len(current):
+        return None
+    wants = [s.placements[0] for s in specs]
+    found = [R if type(p) is Replicate else layout_of(p, shape) for p, shape in zip(wants, call.inputs, strict=True)]
+    return None if None in found else found  # type: ignore[return-value]
+
+
 @cache
-def mesh() -> DeviceMesh:
+def mesh(world: int = RANKS) -> DeviceMesh:
     """A mesh without process groups: strategies look at its size alone."""
-    return DeviceMesh("cpu", torch.arange(RANKS), _init_backend=False, _rank=0)
+    return DeviceMesh("cpu", torch.arange(world), _init_backend=False, _rank=0)
+
+
+def schema_of(call: Call, op: OpOverload, placements: Sequence[Any], world: int = RANKS) -> OpSchema:
+    given = iter(placements)
+
+    def spec(node: Any) -> Any:
+        val = node.meta["val"]
+        if not isinstance(val, torch.Tensor):
+            raise TypeError("a number of run time")
+        return DTensorSpec(mesh(world), (next(given),), TensorMeta(val.shape, val.stride(), val.dtype))
+
+    args, kwargs = map_arg((call.node.args, call.node.kwargs), spec)
+    return OpSchema(op, tuple(args), dict(kwargs), sharding_propagator.op_to_schema_info.get(op))
 
 
 def strategies(call: Call) -> Iterator[Placements]:
@@ -76,7 +108,6 @@ def questions(call: Call) -> Iterator[list[Placement]]:
 
 
 def ask(call: Call, placements: Sequence[Placement]) -> list[Placements]:
-    given = iter(placements)
     op = call.target
     if not isinstance(op, OpOverload):
         return []
@@ -86,17 +117,7 @@ def ask(call: Call, placements: Sequence[Placement]) -> list[Placements]:
     )
     if single is None and several is None:
         return []
-    schema_info = sharding_propagator.op_to_schema_info.get(op)
-
-    def spec(node: Any) -> Any:
-        val = node.meta["val"]
-        if not isinstance(val, torch.Tensor):
-            raise TypeError("a number of run time")
-        return DTensorSpec(mesh(), (next(given),), TensorMeta(val.shape, val.stride(), val.dtype))
-
-    args, kwargs = map_arg((call.node.args, call.node.kwargs), spec)
-    schema = OpSchema(op, tuple(args), dict(kwargs), schema_info)
-    wrapped = sharding_propagator._wrap_with_op_strategy(schema)
+    wrapped = sharding_propagator._wrap_with_op_strategy(schema_of(call, op, placements))
     if single is not None:
         rows = single.func(op, wrapped.args_meta, wrapped.kwargs_meta)
         n = len(call.outputs)
@@ -137,6 +158,13 @@ def layout_of(p: Placement | None, shape: tuple[int, ...] | None) -> Layout | No
     if type(p) is DTensorPartial and p.reduce_op in ("sum", "max", "min"):
         return Partial(p.reduce_op)
     return None  # replicated though an input is split, masked partials, averages
+
+
+def placement_of(layout: Layout) -> Placement | None:
+    """None for what only has an approximate name in DTensor."""
+    if isinstance(layout, Sharded):
+        return Shard(layout.dim) if layout.outer == layout.inner == 1 else None
+    return DTensorPartial(layout.op) if isinstance(layout, Partial) else Replicate()
 
 
 def partials(ins: Sequence[Placement], outs: Sequence[Placement | None]) -> tuple[int, ...] | None:

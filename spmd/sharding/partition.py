@@ -65,6 +65,8 @@ class Partition:
     def part(self) -> StepGraph:
         for ph in self.owner:
             self.placeholder(ph, stored=False)
+        for ph in self.owner:
+            self.settle(ph, self.layout(ph))
         self.nodes()
         wanted = zip(self.step.outputs, self.step.results, self.plan.outputs, strict=True)
         self.build.graph.output(tuple(self.result(spec, x, want) for spec, x, want in wanted))
@@ -127,6 +129,7 @@ class Partition:
         if ph in self.padded and isinstance(layout, Sharded):
             length = self.build.local(ph.meta["val"].shape, layout)[layout.dim]
             self.env[ph, layout] = self.build.narrow(node, layout.dim, 0, length)
+        self.settle(ph, layout)
 
     def fake(self, val: torch.Tensor, shape: Shape) -> torch.Tensor:
         """A local fake of `shape` with the dim order of `val`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,9 @@ class Propagation:
             self.kind[node] = BATCH if spec.role is Role.USER and self.plan.blocks is not None else STATE
             if spec.role is Role.PARAMETER:
                 self.shapes[spec.name] = node.meta["val"].shape
-            if spec.role is not Role.USER:
+            if spec.role is Role.USER:
+                self.settle(node)
+            else:
                 self.plan.views[node] = self.plan.roots[node] = node
         for node in self.step.graph.nodes:
             if node.op in ("call_function", "get_attr"):
@@ -116,13 +118,10 @@ class Propagation:
             for new in made:
                 self.visit(new)
             return
-        best: tuple[float, list[Layout | None], list[Layout], str, bool] | None = None
-        for wants, outs, kind, linear in self.candidates(call, rule, current):
-            cost = self.cost(call, rule, current, wants, outs, kind, linear)
-            if best is None or cost < best[0]:
-                best = cost, wants, outs, kind, linear
-        assert best is not None
-        _, wants, outs, kind, linear = best
+        wish = self.constraints.prefer(call, current) if self.constraints.prefer and self.world > 1 else None
+        found = list(self.candidates(call, rule, current, wish))
+        asked = [c for c in found if wish is not None and all(w in (None, p) for w, p in zip(c[0], wish, strict=True))]
+        wants, outs, kind, _ = min(asked or found, key=lambda c: self.cost(call, rule, current, *c))
         self.commit(call, rule, current, wants, outs, kind)
 
     def instead(self, call: Call, rule: Rule | None, current: list[Layout]) -> Callable[..., Any] | None:
@@ -137,7 +136,7 @@ class Propagation:
         return self.plan.layouts[x]
 
     def candidates(
-        self, call: Call, rule: Rule | None, current: list[Layout]
+        self, call: Call, rule: Rule | None, current: list[Layout], wish: Sequence[Layout] | None = None
     ) -> Iterable[tuple[list[Layout | None], list[Layout], str, bool]]:
         replicated: list[Layout] = [R] * len(call.values)
         yield [None if self.ignored(rule, j, p) else R for j, p in enumerate(current)], replicated, "", False
@@ -146,7 +145,7 @@ class Propagation:
         seen = set()
         for i, (x, p) in enumerate(zip(call.tensors, current, strict=True)):
             late = self.late(call, rule, current, i)
-            shard, kind = (late, BATCH) if late is not None else (p, self.kind.get(x, ""))
+            shard, kind = (late, BATCH) if late is not None else (wish[i] if wish else p, self.kind.get(x, ""))
             if isinstance(shard, Sharded) and (i, shard) not in seen:
                 seen.add((i, shard))
                 found = rule.transfer(i, shard, self.world)
