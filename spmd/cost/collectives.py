@@ -1,7 +1,7 @@
 """The alpha-beta model of collectives: a start-up time for each message, and a time for each byte.
 
-A ring moves (W - 1) messages for a gather or a scatter, twice that for an all-reduce, each of 1/W of the tensor (Thakur, Rabenseifner and Gropp,
-"Optimization of Collective Communication Operations in MPICH", 2005).
+A ring moves (W - 1) messages for a gather or a scatter, twice that for an all-reduce, each of 1/W of the tensor; pairwise exchange moves (W - 1)
+messages for an all-to-all, each of 1/W of a part (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINKS = {
     "cuda": Link(10e-6, 450e9),
     "cpu": Link(200e-6, 0.8e9),  # gloo between processes of one machine: docs/benchmarks.md, "Collectives"
 }
-ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 
 def link_of(device_type: str) -> Link:
@@ -37,4 +37,5 @@ def seconds(op: str, nbytes: float, ranks: int, link: Link) -> float:
     """
     if ranks < 2:
         return 0.0
-    return ROUNDS[op] * (ranks - 1) * (link.alpha + nbytes / ranks / link.bandwidth)
+    message = nbytes / ranks / (ranks if op == "all_to_all" else 1)
+    return ROUNDS[op] * (ranks - 1) * (link.alpha + message / link.bandwidth)

@@ -71,6 +71,8 @@ def exchange(target: Any, args: list[tuple[Any, ...]]) -> list[torch.Tensor]:
         return [torch.cat(parts)] * world
     if target is c10d.reduce_scatter_tensor.default:
         return list(REDUCE[args[0][1]](torch.stack(parts)).chunk(world))
+    if target is c10d.all_to_all_single.default:
+        return [torch.stack([x[rank] for x in parts]) for rank in range(world)]
     assert target in (c10d.all_reduce.default, c10d.all_reduce_.default), target
     whole = REDUCE[args[0][1]](torch.stack(parts))
     return [p.copy_(whole) if target is c10d.all_reduce_.default else whole.clone() for p in parts]

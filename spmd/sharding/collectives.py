@@ -43,9 +43,15 @@ def sums(call: Call) -> tuple[tuple[int, ...], ...]:
     return ((0,),) if call.arg("reduce_op", "sum") == "sum" else ()
 
 
+def exchange(call: Call) -> Rule:
+    dims = [None, *range(1, len(call.inputs[0]))]
+    return labelled([dims], [dims], linear=((0,),))
+
+
 COLLECTIVES: dict[str, Callable[[Call], Rule]] = {
     "_c10d_functional::all_reduce": reduce,
     "_c10d_functional::wait_tensor": reduce,
     "_c10d_functional::all_gather_into_tensor": gather,
     "_c10d_functional::reduce_scatter_tensor": scatter,
+    "_c10d_functional::all_to_all_single": exchange,
 }

@@ -11,7 +11,17 @@ import torch.fx as fx
 from spmd.graph.local import Collective
 from spmd.sharding import emit
 from spmd.sharding.build import Build
-from spmd.sharding.layout import Layout, Partial, RankInt, Replicated, Sharded, bounds, ceil_div, offset, padded_shape
+from spmd.sharding.layout import (
+    Layout,
+    Partial,
+    RankInt,
+    Replicated,
+    Sharded,
+    bounds,
+    ceil_div,
+    local_length,
+    offset,
+)
 from spmd.sharding.rule import Shape
 
 aten = torch.ops.aten
@@ -42,6 +52,8 @@ def redistribute(
         return (
             reduce_all(build, x, a, wire) if isinstance(b, Replicated) else reduce_scatter(build, x, shape, a, b, wire)
         )
+    if isinstance(b, Sharded) and a.dim != b.dim:
+        return exchange(build, x, a, b, wire)
     whole = gather(build, padded if padded is not None else pad(build, x, a), shape, a, wire)
     return whole if isinstance(b, Replicated) else part_of(build, whole, shape, b)
 
@@ -93,19 +105,58 @@ def gather(build: Build, x: fx.Node, shape: Shape, s: Sharded, wire: Wire) -> fx
         contiguous(build, x),
         lambda y: wire.start(build, "all_gather", c10d.all_gather_into_tensor.default, y, world, wire.group),
     )
-    chunk = ceil_div(s.n, world)
     if s.dim == 0 and s.outer == 1:
         return build.narrow(stacked, 0, 0, s.n * s.inner) if val.dim() else stacked
-    before, after = val.shape[: s.dim], val.shape[s.dim + 1 :]
-    apart = build.view(stacked, (world, *before, s.outer, chunk, s.inner, *after))
-    k = len(before)
-    order = [*range(1, k + 2), 0, *range(k + 2, apart.meta["val"].dim())]  # the ranks' dim goes before the chunk's
-    joined = build.view(
-        build.op(aten.permute.default, apart, order), (*before, s.outer, world * chunk, s.inner, *after)
-    )
     return contiguous(
-        build, build.view(build.narrow(joined, k + 1, 0, s.n), shape)
+        build, joined(build, build.view(stacked, (world, *val.shape)), s)
     )  # where chunks are 1, a view may do
+
+
+def joined(build: Build, stacked: fx.Node, s: Sharded) -> fx.Node:
+    """[ranks, *padded part] -> the parts side by side along the dim of `s`, without padding."""
+    _, *part = build.val(stacked).shape
+    chunk, before, after = ceil_div(s.n, build.world), part[: s.dim], part[s.dim + 1 :]
+    apart = build.view(stacked, (build.world, *before, s.outer, chunk, s.inner, *after))
+    k = s.dim
+    order = [*range(1, k + 2), 0, *range(k + 2, k + 4 + len(after))]  # the ranks' dim goes before the chunk's
+    side_by_side = build.op(aten.permute.default, apart, order)
+    whole = build.view(side_by_side, (*before, s.outer, build.world * chunk, s.inner, *after))
+    return build.view(build.narrow(whole, k + 1, 0, s.n), (*before, s.size, *after))
+
+
+def dealt(build: Build, x: fx.Node, b: Sharded) -> fx.Node:
+    """`x`, whole along the dim of `b`, padded and cut into every rank's part: [ranks, *padded part]."""
+    shape, k, world, chunk = build.val(x).shape, b.dim, build.world, ceil_div(b.n, build.world)
+    before, after = shape[:k], shape[k + 1 :]
+    split = build.view(x, (*before, b.outer, b.n, b.inner, *after))
+    split = pad_end(build, split, k + 1, world * chunk - b.n) if b.n % world else split
+    apart = build.view(split, (*before, b.outer, world, chunk, b.inner, *after))
+    rows = build.op(aten.permute.default, apart, [k + 1, *range(k + 1), *range(k + 2, k + 4 + len(after))])
+    return build.view(rows, (world, *before, b.outer * chunk * b.inner, *after))
+
+
+def unpad(build: Build, mine: fx.Node, b: Sharded) -> fx.Node:
+    """This rank's part without its padding along the dim of `b`."""
+    shape, k = build.val(mine).shape, b.dim
+    before, after = shape[:k], shape[k + 1 :]
+    if b.n % build.world == 0:
+        return mine
+    start, end = bounds(b.n, build.world, build.rank)
+    length = RankInt(end - start, f"chunk({b.n})")
+    if b.outer == 1:
+        size = RankInt(length * b.inner, f"{length.formula}*{b.inner}")
+        return build.op(aten.slice.Tensor, mine, k, 0, size)
+    split = build.view(mine, (*before, b.outer, ceil_div(b.n, build.world), b.inner, *after))
+    cut = build.op(aten.slice.Tensor, split, k + 1, 0, length)
+    return build.view(cut, (*before, local_length(b, build.world, build.rank), *after))
+
+
+def exchange(build: Build, x: fx.Node, a: Sharded, b: Sharded, wire: Wire) -> fx.Node:
+    """From parts along one dim to parts along another: every rank sends every other what both have of it."""
+    rows = contiguous(build, dealt(build, pad(build, x, a), b))
+    ones = [1] * build.world
+    start = lambda y: wire.start(build, "all_to_all", c10d.all_to_all_single.default, y, ones, ones, wire.group)  # noqa: E731
+    return unpad(build, joined(build, transport(build, rows, start), a), b)
 
 
 def reduce_scatter(build: Build, x: fx.Node, shape: Shape, p: Partial, b: Layout, wire: Wire) -> fx.Node:
@@ -114,40 +165,20 @@ def reduce_scatter(build: Build, x: fx.Node, shape: Shape, p: Partial, b: Layout
     val = build.val(x)
     if p.op != "sum" or val.dtype == torch.bool or (val.is_floating_point() and val.itemsize == 1):
         return part_of(build, reduce_all(build, x, p, wire), shape, b)
-    world, chunk = build.world, ceil_div(b.n, build.world)
-    before, after = shape[: b.dim], shape[b.dim + 1 :]
+    world = build.world
     if b.dim == 0 and b.outer == 1:
-        rows = pad_end(build, x, 0, (world * chunk - b.n) * b.inner) if b.n % world else x
+        missing = ceil_div(b.n, world) * world - b.n
+        rows = pad_end(build, x, 0, missing * b.inner) if missing else x
     else:
-        k = len(before)
-        split = build.view(x, (*before, b.outer, b.n, b.inner, *after))
-        split = pad_end(build, split, k + 1, world * chunk - b.n) if b.n % world else split
-        apart = build.view(split, (*before, b.outer, world, chunk, b.inner, *after))
-        rows = build.op(aten.permute.default, apart, [k + 1, *range(k + 1), *range(k + 2, apart.meta["val"].dim())])
-        rows = (
-            build.view(rows, (world * padded_shape(shape, b, world)[0], *padded_shape(shape, b, world)[1:]))
-            if k
-            else build.view(rows, (world * b.outer * chunk * b.inner, *after))
-        )
+        rows = dealt(build, x, b)
+        ranks, first, *rest = build.val(rows).shape
+        rows = build.view(rows, (ranks * first, *rest))
     mine = transport(
         build,
         contiguous(build, rows),
         lambda y: wire.start(build, "reduce_scatter", c10d.reduce_scatter_tensor.default, y, "sum", world, wire.group),
     )
-    if b.n % world == 0:
-        return build.view(mine, build.local(shape, b))
-    start, end = bounds(b.n, world, build.rank)
-    length = RankInt(end - start, f"chunk({b.n})")
-    if b.outer == 1:
-        return build.op(
-            aten.slice.Tensor,
-            build.view(mine, padded_shape(shape, b, world)),
-            b.dim,
-            0,
-            RankInt(length * b.inner, f"{length.formula}*{b.inner}"),
-        )
-    split = build.view(mine, (*before, b.outer, chunk, b.inner, *after))
-    return build.view(build.op(aten.slice.Tensor, split, b.dim + 1, 0, length), build.local(shape, b))
+    return unpad(build, mine, b)
 
 
 def reduce_all(build: Build, x: fx.Node, p: Partial, wire: Wire) -> fx.Node:
