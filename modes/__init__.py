@@ -7,6 +7,7 @@ from spmd.modes.dtensor_expand import DTensorExpandMode, Schema
 from spmd.modes.loss import loss_parallel
 from spmd.modes.override import Override
 from spmd.modes.parallelize import parallelize_module
+from spmd.modes.spread import ContextParallel, ExpertParallel
 from spmd.modes.styles import (
     ColwiseParallel,
     Description,
@@ -21,10 +22,12 @@ from spmd.modes.tensor_parallel import TensorParallelMode
 
 __all__ = [
     "ColwiseParallel",
+    "ContextParallel",
     "DTensorExpandMode",
     "DataParallelMode",
     "DataParallelStyle",
     "Description",
+    "ExpertParallel",
     "Override",
     "ParallelMode",
     "ParallelStyle",

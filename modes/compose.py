@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from spmd.errors import PlacementError
 from spmd.graph.axis import Axis
-from spmd.graph.step import StepGraph
+from spmd.graph.step import Role, StepGraph
 from spmd.modes.base import ParallelMode
+from spmd.modes.tensor_parallel import TensorParallelMode
 from spmd.passes import PassPipeline
-from spmd.sharding.constraints import Constraints
+from spmd.sharding.constraints import Constraints, kept
 
 
 def compose(*modes: ParallelMode) -> ParallelMode:
@@ -21,10 +22,51 @@ def compose(*modes: ParallelMode) -> ParallelMode:
     The order of the mesh's axes counts, not that of the modes: a tensor is cut along the last axis first. So data parallel axes come before those of
     tensor parallel, and a parameter that both split on one dim has a strided placement on the first.
 
+    A plan may share an axis with a mode that splits the batch: the modules that it names lie as it says, and samples come to them, as in
+    `compose(DataParallelMode(axis="dp"), TensorParallelMode({"layers.*.experts": ExpertParallel()}, axis="dp"))`.
+
     Raises:
-        PlacementError: a mode names no axis, two name one, or modes that split the batch differ about `input_batch_dim`.
+        PlacementError: a mode names no axis, two of a kind name one, or modes that split the batch differ about `input_batch_dim`.
     """
     return Composed(modes)
+
+
+@dataclass(frozen=True)
+class Planned(ParallelMode):
+    """A mode for one axis, but for the parameters that a plan places: those are used where they lie, and samples come to them."""
+
+    others: ParallelMode
+    plan: TensorParallelMode
+
+    @classmethod
+    def joined(cls, a: ParallelMode, b: ParallelMode) -> Planned:
+        plan, others = (a, b) if isinstance(a, TensorParallelMode) else (b, a)
+        assert isinstance(plan, TensorParallelMode)
+        return cls(others, plan)
+
+    @property
+    def splits_batch(self) -> bool:  # type: ignore[override]
+        return self.others.splits_batch
+
+    def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
+        base, own, placed = self.others.constraints(step, axis), self.plan.constraints(step, axis), self.plan.parameters
+        mine = [(spec.owner or spec.name) in placed for spec in step.inputs]
+        inputs = tuple(q if m else p for p, q, m in zip(base.inputs, own.inputs, mine, strict=True))
+        outputs = (
+            q if out.role is Role.STATE and out.owner in placed else p
+            for out, p, q in zip(step.outputs, base.outputs, own.outputs, strict=True)
+        )
+        gradients = {name: (own if name in placed else base).gradients[name] for name in base.gradients}
+        return replace(
+            base,
+            inputs=inputs,
+            outputs=kept(step, inputs, outputs),
+            gradients=gradients,
+            values={**base.values, **own.values},
+            prefer=own.prefer or base.prefer,
+            stays=tuple(placed),
+            reasons={name: reason for name, reason in base.reasons.items() if name not in placed},
+        )
 
 
 @dataclass(frozen=True)
@@ -34,12 +76,14 @@ class Composed(ParallelMode):
     modes: tuple[ParallelMode, ...]
 
     def __post_init__(self) -> None:
-        names = [name for mode in self.modes for name in axes(mode)]
         if unnamed := [type(mode).__name__ for mode in self.modes if not axes(mode)]:
             raise PlacementError(f'{", ".join(unnamed)} in compose() needs the name of its mesh axis: axis="dp"')
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise PlacementError(f"compose() has several modes for the axis {', '.join(map(repr, twice))}")
         splitting = [mode for mode in self.modes if mode.splits_batch]
+        plans = [mode for mode in self.modes if isinstance(mode, TensorParallelMode)]
+        for kind in (plans, [mode for mode in self.modes if mode not in plans]):
+            names = [name for mode in kind for name in axes(mode)]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise PlacementError(f"compose() has several modes for the axis {', '.join(map(repr, twice))}")
         if len({mode.input_batch_dim for mode in splitting}) > 1:
             dims = ", ".join(f"{mode.input_batch_dim} on {axes(mode)}" for mode in splitting)
             raise PlacementError(
@@ -59,7 +103,8 @@ class Composed(ParallelMode):
                 raise PlacementError(
                     f"{type(mode).__name__} is for the axis {missing[0]!r}, the mesh has {tuple(names) or 'no named axes'}"
                 )
-            found.update(zip(mine, mode.over([sizes[name] for name in mine], mine), strict=True))
+            for name, own in zip(mine, mode.over([sizes[name] for name in mine], mine), strict=True):
+                found[name] = Planned.joined(found[name], own) if name in found else own
         if free := [name for name in names if name not in found]:
             raise PlacementError(
                 f"no mode of compose() is for the mesh axis {free[0]!r}; it has modes for {tuple(found)}"

@@ -50,12 +50,6 @@ class Placed:
     schema: Schema
     shape: torch.Size
 
-    def fits(self, val: torch.Tensor, along: int) -> bool:
-        """Whether what belongs to it has its shape, where later axes than `along` have taken their parts."""
-        cut = {p.dim % len(self.shape) for p in self.schema.placements[along + 1 :] if isinstance(p, Shard)}
-        sizes = enumerate(zip(val.shape, self.shape, strict=False))
-        return val.dim() == len(self.shape) and all(a == b or d in cut for d, (a, b) in sizes)
-
 
 @dataclass(frozen=True)
 class DTensorExpandMode(ParallelMode):
@@ -153,9 +147,9 @@ class DTensorExpandMode(ParallelMode):
         found = by_owner(step, axis, self.at_rest, user)
         return replace(found, values=values, prefer=partial(preferred, world=axis.world))
 
-    def at_rest(self, owner: str, val: torch.Tensor) -> Layout:
+    def at_rest(self, owner: str, val: torch.Tensor, whole: torch.Size) -> Layout:
         found = self.placed.get(owner)
-        return self.layout(found.schema, val) if found is not None and found.fits(val, self.along) else R
+        return self.layout(found.schema, val) if found is not None and found.shape == whole else R
 
     def layout(self, schema: Schema, val: torch.Tensor) -> Layout:
         placement = schema.placements[self.along]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,8 @@ class Description:
     inputs, desired_inputs: of the positional arguments: how a plain tensor is to be understood, and how the module gets it.
     kwargs: the same for keyword arguments, by name.
     outputs, desired_outputs: how the results come out, and how they leave.
+    context: what attention inside moves where all around it is in parts of the sequence: whole "keys" (and values) to the queries, or everything to
+        parts of the "heads"; compiled only.
     use_local_input, use_local_output: whether arguments and results come as plain tensors (this rank's part) or as DTensors; eager only.
     """
 
@@ -33,6 +36,7 @@ class Description:
     kwargs: Mapping[str, tuple[Placement | None, Placement | None]] = field(default_factory=dict)
     outputs: Layouts = ()
     desired_outputs: Layouts = ()
+    context: Literal["", "keys", "heads"] = ""
     use_local_input: bool = False
     use_local_output: bool = True
 

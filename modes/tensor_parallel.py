@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.fx as fx
@@ -18,6 +20,9 @@ from spmd.modes.plan import Plan, joined, patterns, read
 from spmd.modes.styles import Description
 from spmd.sharding.constraints import Constraints, by_owner
 from spmd.sharding.layout import Layout, R, shard
+from spmd.sharding.propagate import batch_shard
+from spmd.sharding.rule import Call, op_name
+from spmd.sharding.table import ATTENTION
 
 
 @dataclass(frozen=True)
@@ -72,18 +77,24 @@ class TensorParallelMode(ParallelMode):
         return replace(self, described=merge, parameters=parameters)
 
     def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
-        values = {node.name: layout(wanted, node.meta["val"]) for node, wanted in self.pinned(step)}
-        return replace(by_owner(step, axis, self.at_rest), values=values)
+        values = {node.name: layout(wanted, node, axis) for node, wanted in self.pinned(step)}
+        spread = {fqn: d.context for fqn, d in self.described.items() if d.context}
+        values |= {node.name: shard(2, node.meta["val"].shape[2]) for node in attended(step, spread)}
+        exchanging = {fqn for fqn, context in spread.items() if context == "heads"}
+        prefer = partial(by_heads, modules=exchanging) if exchanging else None
+        return replace(by_owner(step, axis, self.at_rest), values=values, prefer=prefer)
 
-    def at_rest(self, owner: str, val: torch.Tensor) -> Layout:
+    def at_rest(self, owner: str, val: torch.Tensor, whole: torch.Size) -> Layout:
         """States of a parameter's shape lie as it does; all else is whole."""
         placement, shape = self.parameters.get(owner, (None, None))
-        return layout(placement, val) if val.shape == shape else R
+        if whole != shape or not isinstance(placement, Shard) or not val.dim():
+            return R
+        return shard(placement.dim % val.dim(), val.shape[placement.dim])
 
     def pinned(self, step: StepGraph) -> Iterator[tuple[fx.Node, Placement]]:
         """Values at the borders of described modules that lie as their style wants. What a module's own parameters bring about needs no word."""
         for node in step.graph.nodes:
-            if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            if node.op == "output" or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             wanted: list[Placement] = []
             for fqn, place in node.meta.get(ENTERS, ()):
@@ -105,11 +116,37 @@ def at(layouts: tuple[Placement | None, ...], place: int) -> Placement | None:
     return layouts[place] if place < len(layouts) else None
 
 
-def layout(placement: Placement | None, val: torch.Tensor) -> Layout:
+def layout(placement: Placement | None, node: fx.Node, axis: Axis) -> Layout:
+    """A Shard of the dim that carries the batch is each rank's share of it, where the axis splits the batch."""
+    val = node.meta["val"]
     if not isinstance(placement, Shard) or not val.dim():
         return R
     dim = placement.dim % val.dim()
-    return shard(dim, val.shape[dim])
+    share = batch_shard(node, axis.blocks)
+    return share.canonical(axis.world) if share is not None and share.dim == dim else shard(dim, val.shape[dim])
+
+
+def inside(node: fx.Node, modules: Collection[str]) -> bool:
+    fqn = str(node.meta.get("module", ""))
+    return any(fqn == m or fqn.startswith(f"{m}.") or not m for m in modules)
+
+
+def attended(step: StepGraph, modules: Collection[str]) -> Iterator[fx.Node]:
+    """What attention in these modules gives, and the gradients of what it takes."""
+    for node in step.graph.find_nodes(op="call_function", target=operator.getitem):
+        call = node.all_input_nodes[0]
+        name = op_name(call.target)
+        results = (0, 1, 2) if name.endswith("backward") else (0,)
+        if name in ATTENTION and inside(call, modules) and node.args[1] in results:
+            yield node
+
+
+def by_heads(call: Call, current: Sequence[Layout], modules: Collection[str]) -> list[Layout] | None:
+    """Attention in these modules takes parts of the heads."""
+    if call.name not in ATTENTION or not inside(call.node, modules):
+        return None
+    heads = call.inputs[1][1]  # of the queries in backward, of the keys else
+    return [shard(1, heads) if len(s) > 2 and s[1] == heads else R for s in call.inputs]
 
 
 def merged(descriptions: Iterator[Description]) -> Description:
@@ -124,5 +161,6 @@ def merged(descriptions: Iterator[Description]) -> Description:
             kwargs={**d.kwargs, **first.kwargs},
             outputs=first.outputs or d.outputs,
             desired_outputs=first.desired_outputs or d.desired_outputs,
+            context=first.context or d.context,
         )
     return first

@@ -52,7 +52,13 @@ class Concretion:
                     tuple(self.size(n)[1] for n in val.shape) if isinstance(val, torch.Tensor) else None
                 )
         module = LazyGraphModule(self.step.module, graph)
-        return replace(self.step, module=module, batch=None, size=self.batch)
+        concrete = replace(self.step, module=module, batch=None, size=self.batch, shapes={})
+        found = [*concrete.placeholders, *concrete.results]
+        names = [*(spec.name for spec in concrete.inputs), *(spec.name for spec in concrete.outputs)]
+        for name, x in zip(names, found, strict=True):
+            if isinstance(x, fx.Node) and isinstance(val := x.meta.get("val"), torch.Tensor):
+                concrete.shapes[name] = val.shape
+        return concrete
 
     def number(self, node: fx.Node, args: tuple[Any, ...]) -> int | float | bool | None:
         """The value of a node that depends on the batch alone."""

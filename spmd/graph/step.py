@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 import sympy
+import torch
 import torch.fx as fx
 
 ENTERS, LEAVES = "enters", "leaves"
@@ -66,6 +67,11 @@ class Output:
         """Name of the parameter whose gradient it is; "" where it's none."""
         return self.grad_of or (self.name.removesuffix(".grad") if self.role is Role.GRADIENT else "")
 
+    @property
+    def owner(self) -> str:
+        """STATE: name of the parameter it belongs to."""
+        return self.name.rpartition(".")[0].rpartition("/")[2]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -91,6 +97,7 @@ class StepGraph:
     guards: tuple[Any, ...] = field(
         default=(), repr=False
     )  # sympy conditions on batch and scalars under which the graph is valid
+    shapes: dict[str, torch.Size] = field(default_factory=dict, repr=False)  # of inputs and outputs, whole; after `at`
 
     @property
     def graph(self) -> fx.Graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,6 +23,7 @@ class Constraints:
     outputs: one for each output; None lets the engine choose (whole values come back whole, values that carry the batch stay split).
     gradients: where the gradient of a parameter lies once it's reduced, by parameter name; replicated by default.
     blocks: see Axis; None where this axis doesn't split the batch.
+    stays: names of stored inputs that are used where they lie, though the axis splits the batch: samples come to them.
     values: layouts in which single values are kept, by node name: the engine moves them there as they appear.
     prefer: the layouts in which an op should take its inputs, given those in which they lie; None where it has no opinion. What isn't exact isn't done.
     """
@@ -31,6 +32,7 @@ class Constraints:
     outputs: tuple[Layout | None, ...]
     gradients: Mapping[str, Layout] = field(default_factory=dict)
     blocks: int | None = 1
+    stays: Collection[str] = ()
     values: Mapping[str, Layout] = field(default_factory=dict)
     prefer: Callable[[Call, Sequence[Layout]], Sequence[Layout] | None] | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)  # why an input lies as it does, by name; for reports
@@ -40,21 +42,25 @@ class Constraints:
 def by_owner(
     step: StepGraph,
     axis: Axis,
-    at_rest: Callable[[str, torch.Tensor], Layout],
+    at_rest: Callable[[str, torch.Tensor, torch.Size], Layout],
     user: Callable[[Input, torch.Tensor], Layout] = lambda spec, val: R,
 ) -> Constraints:
-    """Constraints by the name of a parameter or buffer. `at_rest(name, value)`: the layout of one, of its gradient and of its states, whatever
-    their shapes; `user` that of an argument.
+    """Constraints by the name of a parameter or buffer.
+
+    at_rest: (its name, a value, its shape before other axes cut it) -> layout of the tensor itself, of its gradient or of a state, whatever its shape.
+    user: the layout of an argument.
     """
 
     def place(spec: Input, val: object) -> Layout | None:
         if not isinstance(val, torch.Tensor):
             return None
-        return user(spec, val) if spec.role is Role.USER else at_rest(spec.owner or spec.name, val)
+        if spec.role is Role.USER:
+            return user(spec, val)
+        return at_rest(spec.owner or spec.name, val, step.shapes.get(spec.name, val.shape))
 
     inputs = tuple(place(spec, ph.meta["val"]) for spec, ph in zip(step.inputs, step.placeholders, strict=True))
     made = (  # by this very step: "<parameter>.<key>"
-        at_rest(out.name.rpartition(".")[0], x.meta["val"])
+        at_rest(out.owner, x.meta["val"], step.shapes[out.name])
         if out.role is Role.STATE and isinstance(x, fx.Node)
         else None
         for out, x in zip(step.outputs, step.results, strict=True)

@@ -34,8 +34,8 @@ def decomposition(call: Call, layouts: Sequence[Layout]) -> Callable[..., Any] |
     return row.function if row is not None and layouts and row.needed(call, layouts) else None
 
 
-def decompose(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> list[fx.Node]:
-    """Put the trace of `function` in the place of `node`; its nodes, in order."""
+def decompose(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> tuple[list[fx.Node], dict[str, fx.Node]]:
+    """Put the trace of `function` in the place of `node`: its nodes, in order, and which of them stand for `node` or its elements, by their names."""
     inputs = {x: x.meta["val"] for x in node.all_input_nodes}
     fake = next(v.fake_mode for v in tree_leaves(list(inputs.values())) if hasattr(v, "fake_mode"))
 
@@ -56,19 +56,22 @@ def decompose(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> l
                 env[inner] = graph.node_copy(inner, env.__getitem__)
                 env[inner].meta = {**inherited, "val": inner.meta["val"]}
                 new.append(env[inner])
-    replace(graph, node, map_arg(traced.graph.output_node().args[0], env.__getitem__))
-    return new
+    return new, replace(graph, node, map_arg(traced.graph.output_node().args[0], env.__getitem__))
 
 
-def replace(graph: fx.Graph, node: fx.Node, results: Any) -> None:
+def replace(graph: fx.Graph, node: fx.Node, results: Any) -> dict[str, fx.Node]:
     """Let all who read `node`, or an element of it, read `results`."""
+    heirs = {}
     if isinstance(results, fx.Node):
+        heirs[node.name] = results
         adopt(graph, node, results)
-        return
+        return heirs
     for user in list(node.users):
         assert user.target is operator.getitem
+        heirs[user.name] = results[user.args[1]]
         adopt(graph, user, results[user.args[1]])
     graph.erase_node(node)
+    return heirs
 
 
 def adopt(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
@@ -125,6 +128,11 @@ def statistics(call: Call, layouts: Sequence[Layout]) -> bool:
     )
 
 
+def queries(call: Call, layouts: Sequence[Layout]) -> bool:
+    """Causal attention, with the queries' places split."""
+    return bool(call.arg("is_causal")) and not call.arg("dropout_p") and split(layouts[int(call.has("grad_out"))], (2,))
+
+
 def row_major(call: Call, layouts: Sequence[Layout]) -> bool:
     """as_strided and its scatter of all elements in their order, as pooling to 1 has it: a view in other words."""
     x, size = call.tensors[0].meta["val"], call.arg("size")
@@ -175,6 +183,8 @@ TABLE: dict[str, Row] = {
     "_native_batch_norm_legit": Row(d.batch_norm_no_statistics, statistics),
     "_native_batch_norm_legit_functional": Row(d.batch_norm, statistics),
     "native_batch_norm_backward": Row(torchs(aten.native_batch_norm_backward.default), statistics),
+    "_scaled_dot_product_flash_attention_for_cpu": Row(d.causal_attention, queries),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": Row(d.causal_attention_backward, queries),
     "nll_loss_forward": Row(torchs(aten.nll_loss_forward.default), anywhere),
     "nll_loss2d_forward": Row(torchs(aten.nll_loss2d_forward.default), anywhere),
     "mse_loss": Row(torchs(aten.mse_loss.default), anywhere),

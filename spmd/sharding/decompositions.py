@@ -208,6 +208,43 @@ def trace(x: torch.Tensor) -> torch.Tensor:
     return diagonal(x).sum(dtype=x.dtype)
 
 
+def earlier(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What causal attention adds to its scores: -inf where the key comes after the query."""
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(seen.logical_not(), -math.inf)
+
+
+def causal_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
+) -> Any:
+    attend = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return attend(query, key, value, 0.0, False, attn_mask=earlier(query, key), scale=scale)
+
+
+def causal_attention_backward(
+    grad: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
+) -> Any:
+    attend = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return attend(grad, query, key, value, out, lse, 0.0, False, attn_mask=earlier(query, key), scale=scale)
+
+
 def restrided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:

@@ -117,7 +117,9 @@ def matrices(call: Call, linear: Linear = NONE) -> Rule:
 
 
 def attention(call: Call) -> Rule:
-    """Independent over batch, and over heads where queries and keys have as many. A mask counts only where it has both dims."""
+    """Independent over batch, and over heads where queries and keys have as many; over queries where their place doesn't matter, the keys
+    and values being whole. A mask counts only where it has these dims.
+    """
     if call.arg("dropout_p"):
         return random(call)
     first = 1 if call.name.endswith("backward") else 0
@@ -125,7 +127,30 @@ def attention(call: Call) -> Rule:
     operands = [j for j, s in enumerate(call.inputs) if j < first + 3 or len(s) >= 3]
     rule = leading(call, 2 if same_heads else 1, operands=operands, nonempty=True, heavy=True)
     seeds = [o is None or len(o) < 3 for o in call.outputs]  # of a dropout that isn't drawn
-    return replace(rule, outputs=tuple(None if s else labels for s, labels in zip(seeds, rule.outputs, strict=True)))
+    rule = replace(rule, outputs=tuple(None if s else labels for s, labels in zip(seeds, rule.outputs, strict=True)))
+    plain = call.name.startswith("_scaled_dot_product_flash_attention_for_cpu") and not call.arg("is_causal")
+    return over_queries(call, rule, first) if plain else rule
+
+
+def over_queries(call: Call, rule: Rule, first: int) -> Rule:
+    """Dim 2 of queries and of all that lies as they do; gradients of keys and values are sums over it."""
+    length = call.inputs[first][2]
+
+    def mark(labels: Labels | None, shape: Shape, dim: int) -> Labels | None:
+        assert labels is not None
+        return (*labels[:dim], "query", *labels[dim + 1 :]) if shape[dim] == length else labels
+
+    keys = (first + 1, first + 2)
+    mask = 6 if first else 3
+    ins = [
+        labels if j in keys else mark(labels, s, len(s) - 2 if j == mask else 2)
+        for j, (labels, s) in enumerate(zip(rule.inputs, call.inputs, strict=True))
+    ]
+    outs = [
+        mark(labels, o or (), 2) if not first or j == 0 else labels
+        for j, (labels, o) in enumerate(zip(rule.outputs, call.outputs, strict=True))
+    ]
+    return replace(rule, inputs=tuple(ins), outputs=tuple(outs), reduce={"query": "sum"} if first else {})
 
 
 def einsum(call: Call, equation: str) -> Rule:

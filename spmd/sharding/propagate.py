@@ -29,6 +29,7 @@ BATCH, STATE = "batch", "state"
 
 # Costs are bytes moved, weighted; only their order matters. Measured to give minimal collective counts on the models of the suite.
 STAYS = 1000.0  # gathering the batch; or a parameter, on an axis that has no part in the batch
+HELD = 1000.0 * STAYS  # gathering a parameter that a mode wants used where it lies
 REPLICATED_WORK = 1e5  # running a heavy op on the whole batch on every rank
 ACCIDENTAL_TP = 1e6  # following a weight's shard where the batch could be followed
 FORBIDDEN = 1e17
@@ -63,12 +64,16 @@ class Propagation:
         self.whole: set[fx.Node] = set()  # gathered for a whole-matrix computation: stay replicated until stored
         self.rules: dict[fx.Node, tuple[Call, Rule | None]] = {}
         self.shapes: dict[str, torch.Size] = {}  # of parameters
+        self.values = dict(constraints.values)  # layouts that values are moved to as they appear
+        self.held: set[fx.Node | None] = set()  # stored inputs that stay where they are
 
     def run(self) -> Plan:
         placeholders = self.step.placeholders
         for node, spec, layout in zip(placeholders, self.step.inputs, self.constraints.inputs, strict=True):
             self.plan.layouts[node] = layout
             self.kind[node] = BATCH if spec.role is Role.USER and self.plan.blocks is not None else STATE
+            if spec.name in self.constraints.stays:
+                self.held.add(node)
             if spec.role is Role.PARAMETER:
                 self.shapes[spec.name] = node.meta["val"].shape
             if spec.role is Role.USER:
@@ -111,20 +116,21 @@ class Propagation:
     def place(self, node: fx.Node) -> None:
         call, rule = self.rule(node)
         current = [self.read(x, node) for x in call.tensors]
-        if (instead := self.instead(call, rule, current)) is not None:
-            made = decompose(self.step.graph, node, instead)
+        wish = self.constraints.prefer(call, current) if self.constraints.prefer and self.world > 1 else None
+        if (instead := self.instead(call, rule, wish or current)) is not None:
+            made, heirs = decompose(self.step.graph, node, instead)
+            self.values.update({heirs[name].name: want for name, want in self.values.items() if name in heirs})
             for reader in {reader for new in made for reader in new.users}:
                 self.rules.pop(reader, None)  # looked at before, it read `node`
             for new in made:
                 self.visit(new)
             return
-        wish = self.constraints.prefer(call, current) if self.constraints.prefer and self.world > 1 else None
         found = list(self.candidates(call, rule, current, wish))
         asked = [c for c in found if wish is not None and all(w in (None, p) for w, p in zip(c[0], wish, strict=True))]
         wants, outs, kind, _ = min(asked or found, key=lambda c: self.cost(call, rule, current, *c))
         self.commit(call, rule, current, wants, outs, kind)
 
-    def instead(self, call: Call, rule: Rule | None, current: list[Layout]) -> Callable[..., Any] | None:
+    def instead(self, call: Call, rule: Rule | None, current: Sequence[Layout]) -> Callable[..., Any] | None:
         """What to decompose the op into: not where each rank's own part is meant."""
         own = rule is not None and rule.own is not None and self.constraints.buffers == "local"
         return None if own or self.world == 1 else decomposition(call, current)
@@ -254,6 +260,8 @@ class Propagation:
             and (cost > 1 or any(isinstance(o, Partial) for o in outs))
         ):
             cost += FORBIDDEN  # a matrix optimizer gathers its matrix once and computes whole
+        if kind == BATCH and self.plan.blocks is not None and Partial() in outs and self.share(call.node) is not None:
+            cost += STAYS * self.bytes(call.node)  # samples are split, not summed
         if sharded and any(x in self.whole for x in call.tensors):
             cost += 1.0
         return cost
@@ -278,8 +286,12 @@ class Propagation:
             return 2.0 * size + 1 if isinstance(b, Replicated) else size + 1.0 if isinstance(b, Sharded) else FORBIDDEN
         if b == R and (self.plan.views.get(x), R) in self.moved:
             return 0.0
-        stays = self.kind.get(x) == BATCH or (self.plan.blocks is None and x in self.plan.roots)
-        return (STAYS if stays else 1.0) * size * (1.0 if b == R else 0.5) + 1
+        root = self.plan.roots.get(x)
+        if root in self.held:
+            weight = HELD
+        else:
+            weight = STAYS if self.kind.get(x) == BATCH or (self.plan.blocks is None and root is not None) else 1.0
+        return weight * size * (1.0 if b == R else 0.5) + 1
 
     def bytes(self, x: fx.Node) -> int:
         return sum(v.numel() * v.element_size() for v in tree_leaves(x.meta.get("val")) if isinstance(v, torch.Tensor))
@@ -325,7 +337,7 @@ class Propagation:
 
     def settle(self, node: fx.Node) -> None:
         """What a mode wants to lie elsewhere is moved as it appears."""
-        want = self.constraints.values.get(node.name)
+        want = self.values.get(node.name)
         if want is not None and want != self.plan.layouts[node]:
             self.plan.settled[node] = want
 

@@ -100,13 +100,12 @@ row(layers.trilinear, "_trilinear")
 row(layers.distances, "_cdist_forward _cdist_backward")
 row(layers.convolution, "convolution")
 row(layers.convolution_backward, "convolution_backward")
-row(
-    layers.attention,
-    """
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention
-    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward""",
+ATTENTION = tuple(
+    f"_scaled_dot_product_{kernel}_attention{rest}"
+    for kernel, device in (("flash", "_for_cpu"), ("efficient", ""), ("flash", ""), ("cudnn", ""))
+    for rest in (device, f"{device}_backward")
 )
+row(layers.attention, " ".join(ATTENTION))
 
 # independent along all dims but one
 row(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from tests.oracle import world
@@ -49,6 +49,14 @@ def spmd_compile(step: Callable[..., Any], case: Case, style: str) -> Callable[.
     names: tuple[str, ...] = ()
     if style == "tensor":
         mode = TensorParallelMode(case.plan, **options)
+    elif style == "dtensor":
+        mesh = init_device_mesh("cpu", (2, 2) if ranks == 4 else (ranks,)) if ranks > 1 else None
+        return spmd.compile(step, parallel_mode=expand(case, mesh), mesh=mesh)
+    elif style.endswith(" + tensor"):  # on one axis
+        data = DataParallelMode(style.removesuffix(" + tensor"), axis="dp", **options)
+        mode = compose(data, TensorParallelMode(case.plan, axis="dp", **options))
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)) if ranks > 1 else None
+        return spmd.compile(step, parallel_mode=mode if ranks > 1 else data, mesh=mesh)
     elif style.endswith(" x tensor"):
         names = ("dp", "tp")
         data = DataParallelMode(style.removesuffix(" x tensor"), axis="dp", **options)
@@ -58,6 +66,20 @@ def spmd_compile(step: Callable[..., Any], case: Case, style: str) -> Callable[.
         names = ("node", "gpu") if style == "hybrid_shard" else ()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names) if names else None
     return spmd.compile(step, parallel_mode=mode, mesh=mesh)
+
+
+def expand(case: Case, mesh: Any) -> Any:
+    """Every matrix is split, over the axes of a larger mesh by different dims."""
+    from spmd.modes import DTensorExpandMode, Schema
+
+    if mesh is None:
+        return DTensorExpandMode(input_batch_dim=case.dim)
+    with torch.random.fork_rng():
+        (model,) = case.build(0).models
+    split = Schema(mesh, [Shard(i) for i in range(mesh.ndim)])
+    inputs = dict.fromkeys(case.replicated, Schema(mesh, [Replicate()] * mesh.ndim))
+    schemas = {name: split for name, p in model.named_parameters() if p.dim() > 1}
+    return DTensorExpandMode(schemas, inputs, input_batch_dim=case.dim)
 
 
 def shares(style: str, W: int) -> int:

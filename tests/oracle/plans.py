@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from spmd.modes import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from spmd.modes import (
+    ColwiseParallel,
+    ContextParallel,
+    ExpertParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from tests.oracle import models, steps
 from tests.oracle.case import Case
 
@@ -69,6 +76,36 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class Experts(nn.Module):
+    """[experts, tokens, width] to the same."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(F.gelu(torch.bmm(x, self.up)), self.down)
+
+
+class Mixture(nn.Module):
+    """Each token goes to one of five experts, each of which takes at most three tokens of a sequence (GShard's dispatch and combine)."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.inlet, self.router, self.experts = nn.Linear(5, width), nn.Linear(width, 5), Experts(5, width, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        gate, chosen = self.router(x).softmax(-1).max(-1)
+        mine = (chosen[..., None] == torch.arange(5, device=x.device)).to(x.dtype)
+        place = (mine.cumsum(1) - 1)[..., None] == torch.arange(3, device=x.device)
+        sent = mine[..., None] * place.to(x.dtype)  # token t of b goes to place c of expert e
+        inbox = torch.einsum("btec,btd->ebcd", sent, x)
+        outbox = self.experts(inbox.flatten(1, 2)).unflatten(1, inbox.shape[1:3])
+        return x + torch.einsum("btec,ebcd->btd", sent * gate[..., None, None], outbox)
+
+
 PLAN: dict[str, Any] = {
     "token": RowwiseParallel(),
     "layers.*.attention.[qkv]": ColwiseParallel(),
@@ -115,6 +152,9 @@ T5: dict[str, Any] = {
     "decoder.block.*.layer.2.DenseReluDense.wo": RowwiseParallel(),
 }
 TRANSFORMERS = {"hf_llama": LLAMA, "hf_bert": BERT, "hf_t5": T5}
+CONTEXT: dict[str, Any] = {"": ContextParallel()}
+HEADS: dict[str, Any] = {"": ContextParallel(), "layers.*.attention": ContextParallel(exchange_heads=True)}
+EXPERTS: dict[str, Any] = {"experts": ExpertParallel()}
 TWO_LINEARS: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
@@ -124,6 +164,10 @@ def words(B: int) -> tuple[Tensor, Tensor]:
 
 def regression(B: int) -> tuple[Tensor, Tensor]:
     return torch.randn(B, 5), torch.randn(B, 3)
+
+
+def sequences(B: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 6, 5), torch.randn(B, 6, 6)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -148,3 +192,7 @@ def cases() -> Iterator[Case]:
     yield decoder("decoder_six_heads", PLAN, heads=6)
     yield decoder("decoder_two_heads", SEQUENCE, heads=2)
     yield decoder("decoder_adafactor", PLAN, adafactor)
+    yield decoder("decoder_context", CONTEXT, layers=2)
+    yield decoder("decoder_context_heads", HEADS)
+    yield decoder("decoder_context_uneven_heads", HEADS, heads=2)
+    yield Case("tensor_experts", Mixture, steps.basic(), sequences, adamw, plan=EXPERTS)

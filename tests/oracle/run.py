@@ -19,7 +19,10 @@ def main() -> None:
     parser.add_argument("case", choices=["list", *CASES], metavar="CASE")
     parser.add_argument(
         "style",
-        choices=[*DataParallelStyle, "tensor", "replicate x tensor", "fully_shard x tensor"],
+        choices=[
+            *DataParallelStyle,
+            *("tensor", "replicate x tensor", "fully_shard x tensor", "fully_shard + tensor", "dtensor"),
+        ],
         nargs="?",
         default="replicate",
     )
