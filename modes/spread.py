@@ -28,7 +28,7 @@ class ExpertParallel(ParallelStyle):
 
     def describe(self, module: nn.Module) -> Description:
         own = {name: p for name, p in module._parameters.items() if p is not None}
-        if len({p.shape[:1] for p in own.values()}) != 1 or not all(p.dim() for p in own.values()):
+        if len({p.shape[:1] for p in own.values()}) != 1 or any(p.dim() < 2 for p in own.values()):
             raise unfit(self, module, "modules whose own parameters are stacked by expert")
         comes = self.input_layouts or Shard(1)
         return Description(

@@ -47,7 +47,9 @@ class Bucket(GraphPass):
 
     def run(self, graph: LocalGraph) -> LocalGraph:
         place = places(graph.graph)
-        found = [w for w in windows(graph.graph, place) if w.start.target in STARTS and not chained(w)]
+        found = [
+            w for w in windows(graph.graph, place) if w.start.target in STARTS and not chained(w) and not uneven(w)
+        ]
         for members in self.groups(found, place):
             if len(members) > 1:
                 merge(graph.graph, members, place)
@@ -103,6 +105,11 @@ class Bin:
 def chained(w: Window) -> bool:
     """Whether it moves on what another collective brought. It then stays where it is: the other may move, and its own place is known by that."""
     return any(x.target is WAIT for x in w.sources)
+
+
+def uneven(w: Window) -> bool:
+    """Whether its size differs from rank to rank along another axis: there the lengths of a bucket's members would differ, too."""
+    return bool(w.start.meta.get("uneven") or w.wait.meta.get("uneven"))
 
 
 def kind(w: Window) -> Any:
