@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,8 +38,17 @@ def default(name: str, *rest: Any) -> Callable[..., Any]:
     return lambda *tensors: getattr(aten, name).default(*tensors, *rest)
 
 
-# An op of each row; what has 14 rows is split there.
+QKV = rand(3, 2, 14, 4), rand(3, 2, 5, 4), rand(3, 2, 5, 4)
+# An op of each row; what has a dim of 14 is split there.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True)[0],
+        QKV,
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        lambda *tensors: aten._scaled_dot_product_flash_attention_for_cpu_backward.default(*tensors, 0.0, True),
+        (rand(3, 2, 14, 4), *QKV, *aten._scaled_dot_product_flash_attention_for_cpu.default(*QKV, 0.0, True)),
+    ),
     "_softmax": (lambda x: aten._softmax.default(x, 0, False), (rand(14, 6),)),
     "_softmax half": (lambda x: aten._softmax.default(x, -2, False), (rand(14, 6).bfloat16(),)),
     "_safe_softmax": (lambda x: aten._safe_softmax.default(x, 0), (masked(14, 6),)),
@@ -144,7 +154,9 @@ def test_every_decomposition_is_tested() -> None:
 def test_a_decomposition_is_the_op(name: str, layout: Sharded, world: int) -> None:
     fn, args = CALLS[name]
     step = step_graph(fn, args)
-    layouts = tuple(layout.canonical(world) if x.dim() and len(x) == 14 else R for x in args)
+    layouts = tuple(
+        replace(layout, dim=tuple(x.shape).index(14)).canonical(world) if 14 in x.shape else R for x in args
+    )
     plan = propagate(step, Constraints(layouts, (None,) * len(step.outputs)), world)
     results = run(step, plan, world, args)
     for parts, place, want in zip(zip(*results, strict=True), plan.outputs, tree_leaves(fn(*args)), strict=True):

@@ -73,15 +73,28 @@ def _plans() -> Iterator[Any]:
         ("tensor_decoder_tied", "tensor", 2),
         ("tensor_decoder_six_heads", "tensor", 4),
         ("tensor_decoder_sequence", "fully_shard x tensor", 4),
+        ("tensor_decoder_context", "tensor", 3),
+        ("tensor_decoder_context_heads", "tensor", 2),
+        ("tensor_experts", "fully_shard + tensor", 3),
     }
+    axes = {"tensor": (1, 2, 3, 4), "replicate x tensor": (4,), "fully_shard x tensor": (4,)}
+    one = {"replicate + tensor": (2, 3, 4), "fully_shard + tensor": (2, 3, 4)}
     for name in (n for n, c in CASES.items() if c.plan):
-        for style, worlds in (("tensor", (1, 2, 3, 4)), ("replicate x tensor", (4,)), ("fully_shard x tensor", (4,))):
+        for style, worlds in {**axes, **(one if name == "tensor_experts" else {})}.items():
             for W in worlds:
                 marks = () if (name, style, W) in usual else pytest.mark.slow
                 yield pytest.param(name, style, W, False, id=f"{name}-{style}-{W}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "style", "W", "single"), [*_matrix(), *_stages(), *_plans()])
+def _expanded() -> Iterator[Any]:
+    usual = {("optim_adamw_fused", 2), ("params_odd", 4), ("mixing_halves", 3), ("tensor_decoder", 2)}
+    for name, case in CASES.items():
+        for W in (2, 3, 4) if case.samples == (2,) and not case.needs else ():
+            marks = () if (name, W) in usual else pytest.mark.slow
+            yield pytest.param(name, "dtensor", W, False, id=f"{name}-dtensor-{W}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "style", "W", "single"), [*_matrix(), *_stages(), *_plans(), *_expanded()])
 def test_equals_one_device(world: World, name: str, style: str, W: int, single: bool) -> None:
     needs = CASES[name].needs
     if needs and not oracle.has(needs):

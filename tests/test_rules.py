@@ -27,6 +27,11 @@ def rows(n: int) -> torch.Tensor:
     return aten.arange.default(n)
 
 
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> tuple[torch.Tensor, ...]:
+    """What attention keeps for its adjoint."""
+    return q, k, v, *aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal)
+
+
 # One call or more for each row: sizes 7, 5, 4 and 3 don't divide, 6 does.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "add": (lambda x, y: aten.add.Tensor(x, y, alpha=2), (rand(7, 4), rand(4))),
@@ -105,6 +110,14 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "attention": (
         lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True),
         (rand(7, 2, 5, 8), rand(7, 2, 5, 8), rand(7, 2, 5, 8)),
+    ),
+    "attention_of_all": (
+        lambda q, k, v, mask: aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, attn_mask=mask),
+        (rand(3, 2, 7, 8), rand(3, 2, 5, 8), rand(3, 2, 5, 8), rand(7, 5)),
+    ),
+    "attention_of_all_backward": (
+        lambda *tensors: aten._scaled_dot_product_flash_attention_for_cpu_backward.default(*tensors, 0.0, False),
+        (rand(3, 2, 7, 8), *attended(rand(3, 2, 7, 8), rand(3, 2, 5, 8), rand(3, 2, 5, 8))),
     ),
     "softmax": (lambda x: aten._softmax.default(x, 1, False), (rand(7, 4),)),
     "softmax_backward": (lambda g, y: aten._softmax_backward_data.default(g, y, 1, F64), (rand(7, 4), rand(7, 4))),
@@ -375,6 +388,8 @@ MUST_SPLIT = {
     "addmm",
     "convolution",
     "attention",
+    "attention_of_all",
+    "attention_of_all_backward",
     "layer_norm",
     "embedding",
     "softmax",

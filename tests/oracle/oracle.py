@@ -40,31 +40,28 @@ class Record:
 
 
 def spmd_compile(step: Callable[..., Any], case: Case, style: str) -> Callable[..., Any]:
-    """The compiler under test."""
+    """The compiler under test. Styles: one mode's, "a x b" for two axes, "a + tensor" for a plan that shares an axis, "dtensor"."""
     import spmd
-    from spmd.modes import DataParallelMode, TensorParallelMode, compose
+    from spmd.modes import DataParallelMode, ParallelMode, TensorParallelMode, compose
 
     options: dict[str, Any] = {"input_batch_dim": case.dim, "replicated_inputs": case.replicated}
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    names: tuple[str, ...] = ()
-    if style == "tensor":
-        mode = TensorParallelMode(case.plan, **options)
-    elif style == "dtensor":
+
+    def mode_of(kind: str, axis: Any = None) -> ParallelMode:
+        if kind == "tensor":
+            return TensorParallelMode(case.plan, axis=axis, **options)
+        return DataParallelMode(kind, axis=axis, min_numel=20 if kind == "default" else None, **options)
+
+    if style == "dtensor":
         mesh = init_device_mesh("cpu", (2, 2) if ranks == 4 else (ranks,)) if ranks > 1 else None
         return spmd.compile(step, parallel_mode=expand(case, mesh), mesh=mesh)
-    elif style.endswith(" + tensor"):  # on one axis
-        data = DataParallelMode(style.removesuffix(" + tensor"), axis="dp", **options)
-        mode = compose(data, TensorParallelMode(case.plan, axis="dp", **options))
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)) if ranks > 1 else None
-        return spmd.compile(step, parallel_mode=mode if ranks > 1 else data, mesh=mesh)
-    elif style.endswith(" x tensor"):
-        names = ("dp", "tp")
-        data = DataParallelMode(style.removesuffix(" x tensor"), axis="dp", **options)
-        mode = compose(data, TensorParallelMode(case.plan, axis="tp", **options))
-    else:
-        mode = DataParallelMode(style, min_numel=20 if style == "default" else None, **options)
-        names = ("node", "gpu") if style == "hybrid_shard" else ()
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names) if names else None
+    if " " not in style:
+        mesh = init_device_mesh("cpu", (2, ranks // 2)) if style == "hybrid_shard" else None
+        return spmd.compile(step, parallel_mode=mode_of(style), mesh=mesh)
+    parts = style.split(" x ")
+    names = ("first", "second")[: len(parts)]
+    mode = compose(*(mode_of(k, axis) for part, axis in zip(parts, names, strict=True) for k in part.split(" + ")))
+    mesh = init_device_mesh("cpu", (2, ranks // 2) if len(parts) == 2 else (ranks,), mesh_dim_names=names)
     return spmd.compile(step, parallel_mode=mode, mesh=mesh)
 
 
@@ -75,10 +72,10 @@ def expand(case: Case, mesh: Any) -> Any:
     if mesh is None:
         return DTensorExpandMode(input_batch_dim=case.dim)
     with torch.random.fork_rng():
-        (model,) = case.build(0).models
+        model, *others = case.build(0).models
     split = Schema(mesh, [Shard(i) for i in range(mesh.ndim)])
     inputs = dict.fromkeys(case.replicated, Schema(mesh, [Replicate()] * mesh.ndim))
-    schemas = {name: split for name, p in model.named_parameters() if p.dim() > 1}
+    schemas = {name: split for name, p in model.named_parameters() if p.dim() > 1 and not others}
     return DTensorExpandMode(schemas, inputs, input_batch_dim=case.dim)
 
 

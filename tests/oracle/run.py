@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 
-from spmd.modes import DataParallelStyle
 from tests.oracle import oracle, standins
 from tests.oracle.world import World
 
@@ -18,13 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=["list", *CASES], metavar="CASE")
     parser.add_argument(
-        "style",
-        choices=[
-            *DataParallelStyle,
-            *("tensor", "replicate x tensor", "fully_shard x tensor", "fully_shard + tensor", "dtensor"),
-        ],
-        nargs="?",
-        default="replicate",
+        "style", nargs="?", default="replicate", help="as `spmd_compile` of tests/oracle/oracle.py has them"
     )
     parser.add_argument("W", type=int, nargs="?", default=1)
     parser.add_argument("--samples", type=int, help="samples a rank; default: as the case says")
