@@ -15,6 +15,7 @@ from spmd.errors import PlacementError
 from spmd.graph.axis import Axis
 from spmd.graph.step import Input, Role, StepGraph
 from spmd.modes.base import ParallelMode, called
+from spmd.modes.override import Override
 from spmd.sharding.constraints import Constraints, kept
 from spmd.sharding.layout import Layout, R, Sharded, state_shard
 
@@ -52,6 +53,7 @@ class DataParallelMode(ParallelMode):
     axis: name of the mesh axis, for compose(); of both for "hybrid_shard".
     buffers: "global": batch norm takes the statistics of the whole batch, as on one device. "local": each rank normalizes its share by its own
         statistics, and the running ones are averaged over the ranks; faster, and no longer what one device computes.
+    overrides: see ParallelMode.
 
     Example:
         @spmd.compile(parallel_mode=DataParallelMode("fully_shard"))
@@ -64,6 +66,7 @@ class DataParallelMode(ParallelMode):
     axis: str | tuple[str, ...] | None = None
     buffers: Literal["global", "local"] = "global"
     min_numel: int | None = None
+    overrides: tuple[Override, ...] = ()
 
     def __post_init__(self) -> None:
         styles = [s.value for s in DataParallelStyle]

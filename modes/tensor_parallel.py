@@ -16,6 +16,7 @@ from spmd.errors import Offence, PlacementError
 from spmd.graph.axis import Axis
 from spmd.graph.step import ENTERS, LEAVES, StepGraph
 from spmd.modes.base import ParallelMode
+from spmd.modes.override import Override
 from spmd.modes.plan import Plan, joined, patterns, read
 from spmd.modes.styles import Description
 from spmd.sharding.constraints import Constraints, by_owner
@@ -31,7 +32,7 @@ class TensorParallelMode(ParallelMode):
 
     plan: FQN patterns to ParallelStyles.
     axis: name of the mesh axis, for compose().
-    input_batch_dim, replicated_inputs: see ParallelMode. Every rank along the axis passes the same batch.
+    input_batch_dim, replicated_inputs, overrides: see ParallelMode. Every rank along the axis passes the same batch.
 
     Example:
         plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
@@ -43,6 +44,7 @@ class TensorParallelMode(ParallelMode):
     axis: str | None = None
     input_batch_dim: int = 0
     replicated_inputs: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
     described: Mapping[str, Description] = field(default_factory=dict, repr=False)  # by FQN of the module
     parameters: Mapping[str, tuple[Placement, torch.Size]] = field(
         default_factory=dict, repr=False

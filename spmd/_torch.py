@@ -152,6 +152,15 @@ symbolic_functions = {
 is_all_true = torch._is_all_true  # what torch.distributions validates its arguments with
 assert_async = torch._assert_async
 
+
+# Capture: whether torch's functionalization is at work underneath, which calls ops by their kernels.
+FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+
+
+def functionalizing() -> bool:
+    return torch._C._dispatch_tls_is_dispatch_key_included(FUNCTIONALIZE)
+
+
 # Capture: values behind functional tensors, written by hand.
 sync = torch._sync
 from_functional_tensor = torch._from_functional_tensor
