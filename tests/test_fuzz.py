@@ -81,7 +81,7 @@ def drawn(count: int, first: int) -> list[Program]:
 
 def on_ranks(world: World, count: int, first: int) -> None:
     for program in drawn(count, first):
-        if check(program).kind == "equal":
+        if len(program.mesh) == 1 and check(program).kind == "equal":
             world.run(check_here, program.world, program)
 
 

@@ -28,6 +28,7 @@ TOLERANCE = 1e-9
 SHAKE = 1e-14  # the relative rounding error that the oracle's second run starts from
 SHAKEN = 2e-11  # and how much of it may show
 LARGE = 1e5
+SMALL = 6  # elements of a parameter that "default" splits: weights do, most biases don't
 
 
 @dataclass
@@ -75,14 +76,14 @@ def compiled(program: Program, reference: Run) -> Finding:
     try:
         model = program.model()
         optimizer = program.optim(model)
-        mode = DataParallelMode(program.style, input_batch_dim=program.dim)
+        mode = DataParallelMode(program.style, input_batch_dim=program.dim, min_numel=SMALL)
         share = [t.chunk(program.world, program.dim)[0] for t in program.arguments(program.batch, 100)]
-        ranks = Ranks(program.step(), (model, optimizer, *share), mode, program.world, program.batch)
+        ranks = Ranks(program.step(), (model, optimizer, *share), mode, program.mesh, program.batch, program.passes)
     except SpmdError as error:
         return Finding("refused", f"{type(error).__name__}: {error.offences[0]}\n{_cause(error)}")
     except Exception:
         return Finding("crash", traceback.format_exc(limit=-4))
-    fallbacks = Counter(str(node.target) for node in ranks.plan.fallbacks)
+    fallbacks = Counter(str(node.target) for node in ranks.programs[0].fallbacks)
     gathers = sum(c.role == "value" and c.op == "all_gather" for c in ranks.programs[0].collectives)
     try:
         outputs = []

@@ -67,6 +67,7 @@ class Program:
     world: int = 2
     samples: int = 3
     style: str = "fully_shard"
+    passes: str = "default"
     dim: int = 0
     steps: int = 2
     extra: int | None = None
@@ -92,6 +93,10 @@ class Program:
     @property
     def batch(self) -> int:
         return self.world * self.samples
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        return (2, self.world // 2) if self.style == "hybrid_shard" else (self.world,)
 
     def arguments(self, batch: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """x, two targets and two labels a sample, for one step."""

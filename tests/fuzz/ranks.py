@@ -1,34 +1,36 @@
-"""All ranks of a compiled step in this process: captured once, cut into one program a rank, run in lockstep.
+"""All ranks of a compiled step in this process: captured once, cut into one program a rank, rewritten by passes, run in lockstep.
 
-What the runtime does with storage is done here on whole tensors that are cut and joined, so this tries capture, placement and partition alone.
+What the runtime does with storage is done here on whole tensors that are cut and joined, so this tries all before the runtime.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmd.api import local_graph
 from spmd.capture import Capture, Slot, capture, flatten_leaves
 from spmd.debug import run_lockstep
-from spmd.graph.axis import Axis
-from spmd.graph.concrete import at
-from spmd.graph.local import LocalGraph
+from spmd.graph.local import Layouts, LocalGraph
 from spmd.graph.step import STORED, Input, Role, StepGraph
-from spmd.graph.verify import verify_local, verify_step
+from spmd.graph.verify import verify_local
 from spmd.modes import DataParallelMode
-from spmd.sharding.layout import Layout, Partial, join, local_shape, padded_shape, take
-from spmd.sharding.partition import partition
-from spmd.sharding.plan import Plan
-from spmd.sharding.propagate import propagate
+from spmd.passes import PassPipeline
+from spmd.runtime.storage import part, part_shape
+from spmd.runtime.world import World
+from spmd.sharding.layout import Partial, buffer_shape, join
 
 Parts = list[Tensor]  # one a rank
+Lie = list[Layouts]  # how a tensor lies, as each rank sees it
 
 
 class Ranks:
-    """Runs a step on the ranks of `world`.
+    """Runs a step on the ranks of a mesh.
 
     Attributes:
         stored: padded buffers of parameters, buffers and states, by name.
@@ -40,17 +42,21 @@ class Ranks:
         step: Callable[..., Any],
         args: Sequence[Any],
         mode: DataParallelMode,
-        world: int,
+        mesh: tuple[int, ...],
         batch: int,
+        passes: str = "default",
         captured: Capture | None = None,
     ) -> None:
         """`args` are the first rank's: model, optimizer and its share of the batch. Nothing is run but what makes states.
 
         captured: the step as other ranks have captured it, at the same global batch, of objects that are equal to these.
         """
-        self.step, self.args, self.mode, self.world, self.batch = step, tuple(args), mode, world, batch
+        self.step, self.args, self.mode, self.mesh, self.batch = step, tuple(args), mode, mesh, batch
+        self.passes = PassPipeline.of(passes)
+        places = list(itertools.product(*map(range, mesh)))
+        self.worlds = [World(None, None, mesh, place, None, tuple(range(len(places))), 0.0) for place in places]
         self.stored: dict[str, Parts] = {}
-        self.layouts: dict[str, tuple[Layout, tuple[int, ...]]] = {}
+        self.layouts: dict[str, tuple[Lie, tuple[int, ...]]] = {}
         self.gradients: dict[str, Parts] = {}
         self.settle(captured or self.capture())
 
@@ -60,58 +66,62 @@ class Ranks:
             self.args,
             batch_dim=self.mode.input_batch_dim,
             replicated=self.mode.replicated_inputs,
-            global_batch=lambda local: local * self.world,
+            global_batch=lambda local: local * math.prod(self.mesh),
         )
 
     def settle(self, captured: Capture) -> None:
         self.captured, self.stale = captured, False
-        self.programs, self.plan = self.compile(self.captured.step)
-        for slot, layouts in zip(self.captured.slots, self.programs[0].inputs, strict=True):
+        self.programs = []
+        for program in self.compile(self.captured.step):
+            verify_local(program)
+            self.programs.append(self.passes.run(program))
+        for i, slot in enumerate(self.captured.slots):
             name, tensor = slot.input.name, slot.tensor
-            if slot.input.role in STORED and tensor is not None and layouts is not None and name not in self.stored:
-                self.put(name, tensor.detach(), layouts[0])
+            if slot.input.role in STORED and tensor is not None and name not in self.stored:
+                lie = [x for program in self.programs if (x := program.inputs[i]) is not None]
+                if lie:
+                    self.put(name, tensor.detach(), lie)
         if self.captured.init is not None:
             self.make_states(self.captured.init)
 
-    def compile(self, step: StepGraph) -> tuple[list[LocalGraph], Plan]:
-        concrete = at(step, self.batch)
-        verify_step(concrete)
-        plan = propagate(concrete, self.mode.constraints(concrete, Axis(self.world)), self.world)
-        programs = [partition(concrete, plan, Axis(self.world, rank)) for rank in range(self.world)]
-        for program in programs:
-            verify_local(program)
-        return programs, plan
+    def compile(self, step: StepGraph) -> list[LocalGraph]:
+        return [local_graph(step, self.captured, self.batch, self.mode, world) for world in self.worlds]
 
-    def put(self, name: str, whole: Tensor, layout: Layout) -> None:
-        parts = [whole.new_zeros(padded_shape(whole.shape, layout, self.world)) for _ in range(self.world)]
-        for rank, part in enumerate(parts):
-            self.real(part, whole.shape, layout, rank).copy_(take(whole, layout, self.world, rank))
-        self.stored[name], self.layouts[name] = parts, (layout, tuple(whole.shape))
+    def put(self, name: str, whole: Tensor, lie: Lie) -> None:
+        parts = []
+        for layouts, world in zip(lie, self.worlds, strict=True):
+            padded = whole.new_zeros(buffer_shape(whole.shape, layouts, self.mesh, world.coordinate))
+            real(padded, whole.shape, layouts, world).copy_(part(whole, layouts, world))
+            parts.append(padded)
+        self.stored[name], self.layouts[name] = parts, (lie, tuple(whole.shape))
 
-    def real(self, padded: Tensor, shape: Sequence[int], layout: Layout, rank: int) -> Tensor:
-        for dim, length in enumerate(local_shape(shape, layout, self.world, rank)):
-            padded = padded.narrow(dim, 0, int(length))
-        return padded
+    def whole(self, parts: Parts, lie: Lie) -> Tensor:
+        """The whole tensor. The first axis cuts last, so it's joined first."""
+        for axis, ranks in enumerate(self.mesh):
+            rest = len(parts) // ranks
+            parts = [join(parts[j::rest], lie[j][axis]) for j in range(rest)]
+        return parts[0]
 
     def make_states(self, init: StepGraph) -> None:
-        programs, _ = self.compile(init)
+        programs = self.compile(init)
         outputs = run_lockstep(programs, [self.inputs(program, [], rank) for rank, program in enumerate(programs)])
-        for i, (out, layouts) in enumerate(zip(init.outputs, programs[0].outputs, strict=True)):
-            assert layouts is not None
+        for i, out in enumerate(init.outputs):
             if out.name not in self.stored:
-                self.put(out.name, join([o[i] for o in outputs], layouts[0]), layouts[0])
+                lie = lies(programs, i)
+                assert lie is not None
+                self.put(out.name, self.whole([o[i] for o in outputs], lie), lie)
 
-    def add_state(self, name: str, whole: Tensor, layout: Layout) -> None:
+    def add_state(self, name: str, whole: Tensor, lie: Lie) -> None:
         """A state that the step itself has made: the next call is another program."""
         model, optimizer = self.args[:2]
         owner, _, key = name.rpartition(".")
         optimizer.state[model.get_parameter(owner)][key] = whole
-        self.put(name, whole, layout)
+        self.put(name, whole, lie)
         self.stale = True
 
     # ---- one call
 
-    def __call__(self, *args: Any) -> tuple[list[Any], list[Layout | None]]:
+    def __call__(self, *args: Any) -> tuple[list[Any], list[Layouts | None]]:
         """What the user's function returns, whole, and how each of it lies on the ranks. `args` are the global arguments."""
         if self.stale:
             self.settle(self.capture())
@@ -130,46 +140,61 @@ class Ranks:
             elif spec.role is Role.GRADIENT:
                 found.append(self.gradients[spec.owner][rank])
             else:
-                layout = layouts[0] if layouts is not None else None
-                found.append(self.value(spec, slots[spec.name], node.meta["val"], layout, leaves, rank))
+                found.append(self.value(spec, slots[spec.name], node.meta["val"], layouts, leaves, rank))
         return found
 
-    def value(self, spec: Input, slot: Slot, val: Any, layout: Layout | None, leaves: Sequence[Any], rank: int) -> Any:
+    def value(
+        self, spec: Input, slot: Slot, val: Any, layouts: Layouts | None, leaves: Sequence[Any], rank: int
+    ) -> Any:
         if slot.container is not None:
             found = slot.container[slot.key]
         else:
             found = leaves[slot.leaf] if slot.leaf is not None else slot.tensor
         if isinstance(val, Tensor) and not isinstance(found, Tensor):
             return torch.tensor(found, dtype=val.dtype)
-        return found if layout is None else take(found.detach(), layout, self.world, rank).clone()
+        return found if layouts is None else part(found.detach(), layouts, self.worlds[rank]).clone()
 
-    def deliver(self, outputs: list[tuple[Any, ...]]) -> tuple[list[Any], list[Layout | None]]:
+    def deliver(self, outputs: list[tuple[Any, ...]]) -> tuple[list[Any], list[Layouts | None]]:
         returned: list[Any] = []
-        lie: list[Layout | None] = []
-        for i, (out, layouts) in enumerate(zip(self.captured.step.outputs, self.programs[0].outputs, strict=True)):
-            parts = [o[i] for o in outputs]
+        returned_lie: list[Layouts | None] = []
+        for i, out in enumerate(self.captured.step.outputs):
+            parts, lie = [o[i] for o in outputs], lies(self.programs, i)
             if out.role is Role.GRADIENT:
-                assert layouts is not None
+                assert lie is not None
                 owner = out.parameter
                 self.gradients[owner] = parts
-                self.layouts[f"{owner}.grad"] = (layouts[0], ())
+                self.layouts[f"{owner}.grad"] = (lie, ())
             elif out.role is Role.STATE and out.updates is None:
-                assert layouts is not None
-                self.add_state(out.name, join(parts, layouts[0]), layouts[0])
+                assert lie is not None
+                self.add_state(out.name, self.whole(parts, lie), lie)
             elif out.role is Role.USER and out.updates is None:
-                assert layouts is None or not isinstance(layouts[0], Partial), "a partial value is returned"
-                returned.append(parts[0] if layouts is None else join(parts, layouts[0]))
-                lie.append(None if layouts is None else layouts[0])
+                assert lie is None or not any(isinstance(x, Partial) for x in lie[0]), "a partial value is returned"
+                returned.append(parts[0] if lie is None else self.whole(parts, lie))
+                returned_lie.append(None if lie is None else lie[0])
         for owner in self.captured.cleared:
             self.gradients.pop(owner, None)
-        return returned, lie
+        return returned, returned_lie
 
     def state(self) -> Mapping[str, Tensor]:
         """Parameters, buffers, states and gradients, whole and by name."""
         found = {}
         for name, padded in self.stored.items():
-            layout, shape = self.layouts[name]
-            found[name] = join([self.real(x, shape, layout, rank) for rank, x in enumerate(padded)], layout).clone()
+            lie, shape = self.layouts[name]
+            parts = [real(x, shape, mine, w) for x, mine, w in zip(padded, lie, self.worlds, strict=True)]
+            found[name] = self.whole(parts, lie).clone()
         for owner, parts in self.gradients.items():
-            found[f"{owner}.grad"] = join(parts, self.layouts[f"{owner}.grad"][0])
+            found[f"{owner}.grad"] = self.whole(parts, self.layouts[f"{owner}.grad"][0])
         return found
+
+
+def lies(programs: Sequence[LocalGraph], output: int) -> Lie | None:
+    """How an output lies, as each rank sees it; None for constants and numbers."""
+    found = [x for program in programs if (x := program.outputs[output]) is not None]
+    return found or None
+
+
+def real(padded: Tensor, shape: Sequence[int], layouts: Layouts, world: World) -> Tensor:
+    """A buffer without its padding."""
+    for dim, length in enumerate(part_shape(shape, layouts, world)):
+        padded = padded.narrow(dim, 0, length)
+    return padded

@@ -16,6 +16,7 @@ from tests.fuzz.program import Do, Program
 from tests.fuzz.vocabulary import OPS, Draw
 
 SHAPES = ((5,), (4,), (4, 3), (3, 6), (6, 4), (2, 4, 5), (3, 6, 6), (2, 5, 4))
+STYLES = ("fully_shard", "fully_shard", "replicate", "zero1", "zero2", "default", "hybrid_shard")
 ELEMENTS, MAGNITUDE, RANK = 3000, 30.0, 5
 OTHER = 11  # the other batch size
 
@@ -119,7 +120,9 @@ def _program(draw: Draw, longest: int, words: Collection[str]) -> Program:
     torch.manual_seed(0)
     dim = draw(st.sampled_from((0, 0, 0, 0, 1)))
     shape = draw(st.sampled_from(SHAPES))
-    world, samples = draw(st.sampled_from((2, 3))), draw(st.sampled_from((1, 2, 3, 4, 5)))
+    style = draw(st.sampled_from(STYLES))
+    world = 4 if style == "hybrid_shard" else draw(st.sampled_from((2, 3)))
+    samples = draw(st.sampled_from((1, 2, 3, 4, 5)))
     start = Program(shape, (), world=world, samples=samples, dim=dim)
     sketch = Sketch(start)
     assume(sketch.append(Do("linear", (0,), {"out": draw(st.sampled_from((3, 4, 6))), "bias": draw(st.booleans())})))
@@ -132,7 +135,8 @@ def _program(draw: Draw, longest: int, words: Collection[str]) -> Program:
         "loss": draw(st.sampled_from(list(LOSSES))),
         "optimizer": name,
         "options": draw_options(draw, name),
-        "style": draw(st.sampled_from(("fully_shard", "fully_shard", "replicate"))),
+        "style": style,
+        "passes": draw(st.sampled_from(("default", "default", "none"))),
         "steps": draw(st.sampled_from((2, 2, 3))),
         "extra": draw(st.sampled_from((None, None, *range(1, len(sketch.body) + 1)))),
         "clip": draw(st.sampled_from((None, None, None, (0.3, 2.0), (0.2, float("inf")), (0.5, 1.0)))),

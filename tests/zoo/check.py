@@ -115,7 +115,9 @@ def compiled(a: Architecture, reference: Run, report: Report, ways: Sequence[tup
         report.trace = time.time() - began
         for world, style in ways:
             way = f"W={world} {style}"
-            ranks = Ranks(run, (model, optimizer, share(a, world)), DataParallelMode(style), world, BATCH, captured)
+            ranks = Ranks(
+                run, (model, optimizer, share(a, world)), DataParallelMode(style), (world,), BATCH, "none", captured
+            )
             measure(ranks, report)
             torch.manual_seed(5)
             losses = [ranks(model, optimizer, arguments(a, index))[0] for index in range(STEPS)]
@@ -137,7 +139,7 @@ def measure(ranks: Ranks, report: Report) -> None:
     program = ranks.programs[0]
     nodes = sum(n.op == "call_function" for n in ranks.captured.step.graph.nodes)
     report.nodes = max(report.nodes, nodes)
-    fallbacks = Counter(str(node.target) for node in ranks.plan.fallbacks)
+    fallbacks = Counter(str(node.target) for node in ranks.programs[0].fallbacks)
     report.fallbacks = max(report.fallbacks, fallbacks, key=Counter.total)
     report.gathers = max(report.gathers, gathered(program), key=len)
 
