@@ -47,7 +47,7 @@ class ContextParallel(ParallelStyle):
 
     sequence_dim: dim of that argument. Attention gathers keys and values, for each rank's own queries.
     exchange_heads: attention inside runs on parts of the heads instead, for whole sequences: an all-to-all for each of queries, keys, values and
-        the result, which is less where there are few heads a rank, and more memory. Heads that the ranks don't share evenly are gathered.
+        the result, which is less where there are few heads a rank, and more memory. With fewer heads than ranks attention runs whole on each.
     """
 
     sequence_dim: int = 1
