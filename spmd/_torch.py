@@ -171,3 +171,8 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 # Capture: what code under trace is told about where it runs.
 compile_session = torch.compiler._compile_session_context
 non_strict_tracing = torch.compiler._non_strict_tracing_context
+
+
+def say_compiling(flag: bool) -> None:
+    """What `torch.compiler.is_compiling()` answers: torch's optimizers then compute on tensors only, without branches on their values."""
+    torch.compiler._is_compiling_flag = flag

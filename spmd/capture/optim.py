@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from spmd._torch import DisableTorchFunction, get_proxy_mode, get_proxy_slot, track_tensor_tree
+from spmd._torch import DisableTorchFunction, get_proxy_mode, get_proxy_slot, say_compiling, track_tensor_tree
 from spmd.capture.marks import Marks, fake_like, inner, overwrite
 from spmd.capture.patches import replaced
 from spmd.errors import CaptureError, Offence, StateError
@@ -243,13 +243,13 @@ def patched_steps(
             def before(o: Optimizer, args: Any, kwargs: Any, trace: OptimizerTrace = trace) -> None:
                 trace.stepping = True
                 entered()
-                torch.compiler._is_compiling_flag = trace.capturable
+                say_compiling(trace.capturable)
                 trace.seed_momentum()
 
             def after(o: Optimizer, args: Any, kwargs: Any, trace: OptimizerTrace = trace) -> None:
                 trace.change_gradients()
                 trace.stepping = False
-                torch.compiler._is_compiling_flag = True
+                say_compiling(True)
                 left()
 
             stack.callback(trace.optimizer.register_step_pre_hook(before).remove)
