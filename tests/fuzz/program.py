@@ -50,6 +50,7 @@ class Program:
         samples: samples a rank.
         extra: a value whose mean is added to the loss.
         clip: largest norm and order, or a largest value.
+        counter: random numbers are made from seed, step and place, not eager's.
         parts: the step runs on this many chunks of the batch, and adds up their gradients.
         zero: when gradients are cleared.
         tie: the last two parameters of one shape are one.
@@ -68,6 +69,7 @@ class Program:
     samples: int = 3
     style: str = "fully_shard"
     passes: str = "default"
+    counter: bool = False
     dim: int = 0
     steps: int = 2
     extra: int | None = None

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from spmd.api import local_graph
 from spmd.capture import Capture, Slot, capture, flatten_leaves
+from spmd.counter.keys import key_of
+from spmd.counter.rewrite import number
 from spmd.debug import run_lockstep
 from spmd.graph.local import Layouts, LocalGraph
 from spmd.graph.step import STORED, Input, Role, StepGraph
@@ -46,13 +48,17 @@ class Ranks:
         batch: int,
         passes: str = "default",
         captured: Capture | None = None,
+        seed: int | None = None,
     ) -> None:
         """`args` are the first rank's: model, optimizer and its share of the batch. Nothing is run but what makes states.
 
+        seed: of counter-based random numbers; None: eager's.
         captured: the step as other ranks have captured it, at the same global batch, of objects that are equal to these.
         """
         self.step, self.args, self.mode, self.mesh, self.batch = step, tuple(args), mode, mesh, batch
         self.passes = PassPipeline.of(passes)
+        self.seed, self.calls = seed, 0
+        self.keys: dict[str, Tensor] = {}  # of random numbers, by device
         places = list(itertools.product(*map(range, mesh)))
         self.worlds = [World(None, None, mesh, place, None, tuple(range(len(places))), 0.0) for place in places]
         self.stored: dict[str, Parts] = {}
@@ -61,13 +67,16 @@ class Ranks:
         self.settle(captured or self.capture())
 
     def capture(self) -> Capture:
-        return capture(
+        captured = capture(
             self.step,
             self.args,
             batch_dim=self.mode.input_batch_dim,
             replicated=self.mode.replicated_inputs,
             global_batch=lambda local: local * math.prod(self.mesh),
         )
+        if self.seed is not None:
+            number(captured, self.keys)
+        return captured
 
     def settle(self, captured: Capture) -> None:
         self.captured, self.stale = captured, False
@@ -126,6 +135,9 @@ class Ranks:
         if self.stale:
             self.settle(self.capture())
         leaves = flatten_leaves(args, {})
+        for key in self.keys.values():
+            key.fill_(key_of(self.seed or 0, self.calls))
+        self.calls += 1
         with torch.no_grad():
             inputs = [self.inputs(program, leaves, rank) for rank, program in enumerate(self.programs)]
             outputs = run_lockstep(self.programs, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,7 +146,9 @@ def _program(draw: Draw, longest: int, words: Collection[str]) -> Program:
         "returns": draw(st.booleans()),
     }
     options |= {key: draw(st.sampled_from((False, False, False, True))) for key in RARE}
-    return Program(shape, tuple(sketch.body), world=world, samples=samples, dim=dim, **options)
+    program = Program(shape, tuple(sketch.body), world=world, samples=samples, dim=dim, **options)
+    writes = next(program.model().buffers(), None) is not None  # twice, if they are recomputed: that's refused
+    return replace(program, recompute=program.recompute and not writes)
 
 
-RARE = ("groups", "tie", "freeze", "unused", "recompute")
+RARE = ("groups", "tie", "freeze", "unused", "recompute", "counter")
