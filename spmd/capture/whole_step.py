@@ -70,7 +70,7 @@ class _Session:
         self.fn, self.lifted = fn, lifted
         self.objects: Objects = discover(fn, args, kwargs)
         self.arguments: Arguments = flatten(fn, args, kwargs)
-        check_supported(self.objects.optimizers)
+        check_supported(self.objects.optimizers, self.objects.named)
         check_state(self.objects, self.arguments)
         self.dims, self.local = batch_dims(self.arguments, batch_dim, replicated)
         self.batch = None if self.local is None else global_batch(self.local)
