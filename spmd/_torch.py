@@ -104,6 +104,7 @@ from torch._higher_order_ops import effects as op_effects
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 
 # Graphs: ops, pytrees, and the functional collectives that local programs consist of.
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # cond, while_loop, scan
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates its code when first called

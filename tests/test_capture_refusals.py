@@ -165,3 +165,33 @@ def test_refuses_checkpointed_regions_that_write(reentrant: bool) -> None:
         capture(step, (x,))
     model.eval()
     capture(step, (x,))
+
+
+class Preconditioned(torch.optim.SGD):
+    """Keeps its preconditioners together under one key, from its first step on."""
+
+    together: Any = list
+
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].setdefault("factors", self.together(self.factors(p)))
+        super().step(closure)
+
+    def factors(self, p: torch.Tensor) -> Any:
+        return [torch.eye(n) for n in p.shape]
+
+
+@pytest.mark.parametrize("together", [list, tuple, set, lambda xs: dict(enumerate(xs))])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_containers_in_a_state_are_refused_by_optimizer_parameter_and_key(together: Any, steps_before: int) -> None:
+    model = mlp()
+    optim = Preconditioned(model.parameters(), 0.1)
+    optim.together = together
+    for _ in range(steps_before):
+        train(model, optim, *labelled()(6))
+    with pytest.raises(StateError) as error:
+        capture(train, (model, optim, *labelled()(6)))
+    text = str(error.value)
+    assert all(part in text for part in ("Preconditioned", "'factors'", 'state[f"factors_{i}"]', "tensor: 0.weight")), (
+        text
+    )

@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import checkpoint as ckpt
 
-from spmd.errors import SpmdError
-from tests.replay import check, labelled, mlp, refused
+from spmd.errors import CaptureError, SpmdError
+from tests.replay import check, labelled, mlp, refused, train
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -125,10 +128,20 @@ def test_loss_scaling_by_hand(skip: bool) -> None:
 generator = torch.Generator().manual_seed(3)
 scaler = torch.amp.GradScaler("cpu")
 
+
+def anomalous(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.set_detect_anomaly(True):
+        return model(x).sum()
+
+
 REFUSED: dict[str, tuple[Loss, str]] = {
     "generator": (lambda m, x, y: torch.rand(5, generator=generator).sum() * m(x).sum(), "default generator"),
     "generator in place": (lambda m, x, y: torch.empty(5).normal_(generator=generator).sum() * m(x).sum(), "default generator"),
     "cond": (lambda m, x, y: torch.cond(x.sum() > 0, lambda z: m(z).sum(), lambda z: m(z).mean(), (x,)), "torch.where"),
+    "while loop": (lambda m, x, y: while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t * 2), (torch.tensor(0), m(x)))[1].sum(), "torch.where"),
+    "scan": (lambda m, x, y: scan(lambda c, t: (c + t, c * t), torch.zeros(5).double(), m(x))[1].sum(), "Python loop"),
+    "map": (lambda m, x, y: map_rows(m, x).sum(), "torch.vmap"),
+    "anomaly": (lambda m, x, y: anomalous(m, x), "check_nan=False"),
     "scaler": (lambda m, x, y: scaler.step(torch.optim.SGD(m.parameters(), 0.1)), "bfloat16 autocast"),
     "packed": (lambda m, x, y: m(nn.utils.rnn.pack_padded_sequence(x[:, :, None], torch.full((x.shape[0],), 8), True).data.view(-1, 8)).sum(), "mask"),
     "nested tensors": (lambda m, x, y: m(torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)).values().mean(), "pad the samples"),
@@ -136,6 +149,20 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "one hot": (lambda m, x, y: (m(x) * F.one_hot(y)).sum(), "F.one_hot(y, num_classes)"),
     "random state": (lambda m, x, y: torch.random.set_rng_state(torch.random.get_rng_state()), "draw outside the step"),
 }  # fmt: skip
+
+
+def test_gradients_that_are_searched_for_nans_are_refused_where_that_is_set_outside() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        refused(CaptureError, lambda m, o, x, y: m(x).sum(), "detect_anomaly", "undecorated")
+
+
+def test_anomaly_detection_that_looks_at_no_values_is_fine() -> None:
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            return train(model, optim, x, y)
+
+    model = mlp()
+    check(step, model, torch.optim.SGD(model.parameters(), 1e-2), labelled())
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +17,7 @@ from spmd.errors import PlacementError
 from spmd.sharding import Call, Rule, check_rule, dtensor, labelled, register, register_rule, sources
 from spmd.sharding.layout import Partial, R, shard
 from spmd.sharding.listed import ListedRule
-from spmd.sharding.sources import rule_for
+from spmd.sharding.sources import rule_for, why_none
 from tests.oracle import tools
 from tests.oracle.world import World
 from tests.parts import F64, ints, rand, step_graph
@@ -98,6 +101,11 @@ def op_call(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> Call:
 
 def forbid(*_: object) -> None:
     raise AssertionError("a later source was asked")
+
+
+def crashing(x: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return x.clone()
 
 
 # ---------------------------------------------------------------------------------------------------- registering
@@ -264,6 +272,39 @@ def test_dtensors_strategies_count_only_where_confirmed(monkeypatch: pytest.Monk
     assert rule_for(call) is None
 
 
+WITHOUT: dict[str, tuple[Callable[..., Any], str]] = {
+    "crashes": (crashing, "it crashed: SIGSEGV"),
+    "mixes": (
+        lambda x: x.flatten().sort().values.view_as(x) * x.max(),
+        "no split of an input gives parts of the whole",
+    ),
+    "counts": (lambda x: x + random.random(), "other results when it's run again"),
+    "accelerators only": (forbid, "AssertionError: a later source was asked"),
+    "misdescribed": (lambda x: x[:1].clone(), "other shapes than register_fake says"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_why_a_custom_op_has_no_rule(name: str) -> None:
+    fn, reason = WITHOUT[name]
+
+    def typed(x: Tensor) -> Tensor:
+        return fn(x)
+
+    op = torch.library.custom_op(f"spmd_sources::{name.replace(' ', '_')}", typed, mutates_args=())
+    op.register_fake(lambda x: torch.empty_like(x))
+    call = op_call(op, (rand(12, 5),))
+    assert rule_for(call) is None and reason in why_none(call)
+    register_rule(op, lambda call: None)
+    assert "registered" in why_none(call)
+
+
+def test_why_others_have_no_rule() -> None:
+    writing = op_call(lambda x: torch.ops.aten.relu_.default(x.clone()), (rand(7, 4),))
+    assert "written its rule" in why_none(op_call(lambda x: torch.nonzero_static(x, size=3), (rand(7, 4),)))
+    assert not sources.discoverable(writing.target)
+
+
 # ---------------------------------------------------------------------------------------------------- in a step
 
 RULES: dict[str, str | register.Entry | None] = {
@@ -302,6 +343,7 @@ def trained(kind: str, W: int) -> tuple[int, int, int]:
     tools.assert_equal(reference, tools.state_of(model, optimizer))
     told = compiled.explain(model, optimizer, *tools.batch())
     values = [c for c in told.collectives if c.role == "value" and c.op == "all_gather"]
+    assert all(f.reason in str(told) for f in told.fallbacks) and all(f.reason for f in told.fallbacks)
     return len(values), len(told.fallbacks), sum(f.nbytes for f in told.fallbacks)
 
 

@@ -47,8 +47,8 @@ class _State(dict[str, Any]):
         self.trace, self.parameter = trace, parameter
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if isinstance(value, _NESTED):
-            raise StateError(_nested(f"{self.trace.name}.state[{self.parameter}]", key, value))
+        if _is_nested(value):
+            raise StateError(_nested(self.trace.optimizer, self.trace.name, self.parameter, key, value))
         if key not in self and isinstance(value, torch.Tensor):
             if self.trace.own:
                 self.trace.marks.mark(value, self.trace.key(self.parameter, key))
@@ -86,7 +86,7 @@ class _States(defaultdict[Any, Any]):
         super().__setitem__(parameter, value)
 
 
-def check_supported(optimizers: dict[str, Optimizer]) -> None:
+def check_supported(optimizers: dict[str, Optimizer], named: Callable[[Any], str | None]) -> None:
     """Raises CaptureError for optimizers whose step can't be one graph, StateError for states that aren't tensors per parameter."""
     offences = [
         Offence(
@@ -102,28 +102,32 @@ def check_supported(optimizers: dict[str, Optimizer]) -> None:
         offence
         for name, o in optimizers.items()
         for owner, state in o.state.items()
-        for offence in _state_offences(name, owner, state)
+        for offence in _state_offences(o, name, owner, named(owner) or "", state)
     ]
     if wrong:
         raise StateError(wrong[:5])
 
 
-_NESTED = (list, dict, set)
+def _is_nested(value: Any) -> bool:
+    tuples = isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value)
+    return tuples or isinstance(value, (list, dict, set))
 
 
-def _state_offences(name: str, owner: Any, state: Any) -> Iterator[Offence]:
+def _state_offences(optimizer: Optimizer, name: str, owner: Any, parameter: str, state: Any) -> Iterator[Offence]:
     if not isinstance(owner, torch.Tensor) or not isinstance(state, dict):
         yield _ownerless(name, owner)
         return
     for key, value in state.items():
-        if isinstance(value, _NESTED) or isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-            yield _nested(f"{name}.state", key, value)
+        if _is_nested(value):
+            yield _nested(optimizer, name, parameter, key, value)
 
 
-def _nested(where: str, key: str, value: Any) -> Offence:
+def _nested(optimizer: Optimizer, name: str, parameter: str, key: str, value: Any) -> Offence:
+    """A container in a state: what is in it would have neither a name in checkpoints nor a placement."""
     return Offence(
-        f"{where} holds a {type(value).__name__} under {key!r}",
-        remedy=f'keep one tensor or number under each key: state[f"{key}_{{i}}"]',
+        f"{name} ({type(optimizer).__name__}) keeps a {type(value).__name__} under {key!r} in the state of a parameter",
+        fqn=parameter,
+        remedy=f'keep each tensor or number under a key of its own: state[f"{key}_{{i}}"]',
     )
 
 

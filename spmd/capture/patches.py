@@ -15,7 +15,14 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
-from spmd._torch import get_mkldnn_enabled, op_effects, set_mkldnn_enabled, symbolic_functions, torch_decompositions
+from spmd._torch import (
+    HigherOrderOperator,
+    get_mkldnn_enabled,
+    op_effects,
+    set_mkldnn_enabled,
+    symbolic_functions,
+    torch_decompositions,
+)
 from spmd.capture.functions import counted_batches
 from spmd.capture.provenance import Tracker
 from spmd.capture.random import eager_dropout
@@ -35,6 +42,8 @@ def patched(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(_no_scheduler(tracker))
         stack.enter_context(_no_mkldnn())
         stack.enter_context(_effects(tracker))
+        stack.enter_context(_no_higher_order(tracker))
+        stack.enter_context(_no_anomaly_checks(tracker))
         stack.enter_context(_symbolic_math())
         stack.enter_context(counted_batches())
         stack.enter_context(replaced(GradScaler, step=_refuse_scaler(tracker, GradScaler.step)))
@@ -118,6 +127,52 @@ def _effects(tracker: Tracker) -> Iterator[None]:
         raise CaptureError(Offence(what, where=str(tracker.here() or ""), remedy="call it outside the step"))
 
     with replaced(op_effects, has_effects=has_effects):
+        yield
+
+
+@contextmanager
+def _no_higher_order(tracker: Tracker) -> Iterator[None]:
+    """Ops that take functions would be one node each, with graphs of their own inside that nobody has split."""
+    original = HigherOrderOperator.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (remedy := _HIGHER_ORDER.get(self.name())) is None:
+            return original(self, *args, **kwargs)
+        what = f"torch's {self.name().removesuffix('_impl')} can't be captured: what it calls isn't part of the step's graph"
+        raise CaptureError(Offence(what, where=str(tracker.here() or ""), remedy=remedy))
+
+    with replaced(HigherOrderOperator, __call__=call):
+        yield
+
+
+_LOOP = "write it as a Python loop over a fixed count, which is unrolled"
+_HIGHER_ORDER = {
+    "cond": "compute both sides and choose with torch.where",
+    "while_loop": f"{_LOOP}, with torch.where to keep what is done",
+    "scan": _LOOP,
+    "associative_scan": f'{_LOOP}, or call it with combine_mode="generic"',
+    "map_impl": "call the function on the whole batch, or torch.vmap it",
+}
+
+
+@contextmanager
+def _no_anomaly_checks(tracker: Tracker) -> Iterator[None]:
+    """Anomaly detection looks for NaNs after each backward function: a branch on values."""
+    original = torch.set_anomaly_enabled
+    remedy = "run the undecorated step under it, or leave the check out: torch.autograd.detect_anomaly(check_nan=False)"
+
+    def refuse(where: str) -> None:
+        what = "torch.autograd.detect_anomaly looks for NaNs in every gradient, which is a branch on values"
+        raise CaptureError(Offence(what, where=where, remedy=remedy))
+
+    def enable(mode: bool, check_nan: bool = True) -> None:
+        if mode and check_nan:
+            refuse(str(tracker.here() or ""))
+        original(mode, check_nan)
+
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        refuse("")
+    with replaced(torch, set_anomaly_enabled=enable):
         yield
 
 

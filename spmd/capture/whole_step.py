@@ -74,7 +74,7 @@ class _Session:
         self.fn, self.lifted = fn, lifted
         self.objects: Objects = discover(fn, args, kwargs)
         self.arguments: Arguments = flatten(fn, args, kwargs)
-        check_supported(self.objects.optimizers)
+        check_supported(self.objects.optimizers, self.objects.named)
         check_state(self.objects, self.arguments)
         self.stand_ins = stand_ins(self.objects, replacements)
         self.dims, self.local = batch_dims(self.arguments, batch_dim, replicated)

@@ -17,6 +17,8 @@ from spmd.graph.local import Collective, LocalGraph, PassRecord
 from spmd.graph.provenance import step_name, where
 from spmd.graph.step import STORED
 from spmd.sharding.layout import buffer_shape
+from spmd.sharding.rule import Call
+from spmd.sharding.sources import why_none
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Fallback:
     op: str
     source: str
     nbytes: int = 0  # of the tensors that are gathered for it, or for it and others
+    reason: str = ""  # why it has no rule
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Explanation:
         return cls(
             tuple(placed(local)),
             tuple(local.collectives),
-            tuple(Fallback(str(n.target), where(n), gathered(n, local)) for n in local.fallbacks),
+            tuple(Fallback(str(n.target), where(n), gathered(n, local), why_none(Call(n))) for n in local.fallbacks),
             tuple(local.history[1:]),  # the first is the graph as it was partitioned
         )
 
@@ -111,9 +114,9 @@ class Explanation:
 
     def fallback_table(self) -> Table:
         title = "ops without a sharding rule: run on replicated inputs (spmd.sharding.register_rule gives them one)"
-        table = Table("op", "gathered", "line", title=title, title_justify="left")
+        table = Table("op", "gathered", "line", "no rule because", title=title, title_justify="left")
         for f in self.fallbacks:
-            table.add_row(f.op, size(f.nbytes), f.source)
+            table.add_row(f.op, size(f.nbytes), f.source, f.reason)
         return table
 
     def pass_table(self) -> Table:

@@ -68,7 +68,7 @@ def search(example: Example) -> Found:
     if small is None and example.elements <= ELEMENTS:
         small = runnable(example, example)
     if small is None:
-        return Found(reason="the op doesn't run on drawn numbers")
+        return Found(reason=f"the op doesn't run on drawn numbers on the CPU: {failure(example)}")
     trials = Trials(small)
     if not trials.deterministic():
         return Found(reason="the op gives other results when it's run again")
@@ -83,7 +83,10 @@ def search(example: Example) -> Found:
         moves = [m for m in moves if holds(m, again)]
         linear = [group for group in linear if additive(large, Data(large, 7), group, 1.0, False)]
     fitted = [resized(m, example.shapes, list(example.outputs)) for m in moves]
-    return Found(tuple(m for m in fitted if m), tuple(linear))
+    moves = [m for m in fitted if m]
+    return Found(
+        tuple(moves), tuple(linear), "" if moves or linear else "no split of an input gives parts of the whole"
+    )
 
 
 def runnable(example: Example | None, original: Example) -> Example | None:
@@ -96,6 +99,17 @@ def runnable(example: Example | None, original: Example) -> Example | None:
         return None
     shapes = tuple(None if y is None else tuple(y.shape) for y in outs)
     return example if shapes == example.outputs else None
+
+
+def failure(example: Example) -> str:
+    """Why an example isn't `runnable`."""
+    if example.elements > ELEMENTS:
+        return "its sizes are too large to try, and can't be cut down"
+    try:
+        example.run(Data(example, 0).draw(0))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:200]
+    return "its results have other shapes than register_fake says"
 
 
 def seeds(example: Example) -> Iterator[tuple[int, int]]:

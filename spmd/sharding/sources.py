@@ -46,3 +46,16 @@ def discoverable(op: OpOverload) -> bool:
     schema = op._schema
     aliases = any(x.alias_info is not None for x in (*schema.arguments, *schema.returns))
     return not aliases and not schema.is_mutable and bool(schema.returns)
+
+
+def why_none(call: Call) -> str:
+    """Why `rule_for` has found no rule for a call. Discovery's answers are remembered, so asking again costs nothing."""
+    if registered(call) is not None:
+        return "the rule registered for it gives none for this call"
+    if call.name in TABLE:
+        return "no rule holds for these arguments"
+    if not isinstance(call.target, OpOverload) or call.target.namespace in TORCHS_OWN:
+        return "nobody has written its rule yet"
+    if not discoverable(call.target):
+        return "not tried on parts: it writes to its arguments, returns them or a view of them, or returns nothing"
+    return f"tried on parts: {discover.discover(call).reason}"
