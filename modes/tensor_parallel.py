@@ -101,7 +101,8 @@ class TensorParallelMode(ParallelMode):
             wanted: list[Placement] = []
             for fqn, place in node.meta.get(ENTERS, ()):
                 found = self.described.get(fqn, Description())
-                if (want := at(found.desired_inputs, place)) is not None and (
+                given = found.kwargs.get(place, (None, None))[1] if isinstance(place, str) else None
+                if (want := given or at(found.desired_inputs, place)) is not None and (
                     isinstance(want, Shard) or not found.parameters
                 ):
                     wanted.append(want)
@@ -114,8 +115,8 @@ class TensorParallelMode(ParallelMode):
                 yield node, next((p for p in wanted if isinstance(p, Shard)), wanted[0])
 
 
-def at(layouts: tuple[Placement | None, ...], place: int) -> Placement | None:
-    return layouts[place] if place < len(layouts) else None
+def at(layouts: tuple[Placement | None, ...], place: int | str) -> Placement | None:
+    return layouts[place] if isinstance(place, int) and place < len(layouts) else None
 
 
 def layout(placement: Placement | None, node: fx.Node, axis: Axis) -> Layout:

@@ -154,6 +154,9 @@ is_all_true = torch._is_all_true  # what torch.distributions validates its argum
 assert_async = torch._assert_async
 
 
+# Capture: the method of nn.Module that every call goes through, beneath fx's own wrapper of __call__.
+MODULE_CALL = "_call_impl"
+
 # Capture: whether torch's functionalization is at work underneath, which calls ops by their kernels.
 FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 

@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import spmd
 from spmd.capture import capture
-from spmd.cost import Link, link_of, seconds
+from spmd.cost import Device, Link, compute_seconds, device_of, link_of, seconds, work
 from spmd.errors import PlacementError
 from spmd.modes import DataParallelMode, registry
 from spmd.report.explain import Explanation
 from tests import programs
 from tests.conftest import SAMPLE
 from tests.oracle.world import World
+from tests.parts import rand, step_graph
 
 
 def test_names(plugin: Path) -> None:
@@ -121,6 +122,16 @@ def test_costs() -> None:
     assert seconds("all_reduce", 64, 4, link) == 2 * seconds("reduce_scatter", 64, 4, link)
     assert seconds("all_gather", 64, 1, link) == 0
     assert link_of("cuda").bandwidth > link_of("cpu").bandwidth
+
+
+def test_a_roofline() -> None:
+    """By hand: a product of [3, 8] and [8, 4] is 192 operations on 68 numbers; a sum of [3, 4] with itself reads and writes 24; a view is free."""
+    graph = step_graph(lambda a, b: (torch.mm(a, b) + torch.mm(a, b)).view(12), (rand(3, 8), rand(8, 4))).graph
+    costs = [work(node) for node in graph.nodes if node.op == "call_function"]
+    assert costs == [(192, 8 * 68)] * 2 + [(12, 8 * 36), (0, 0)]
+    assert compute_seconds(graph, Device(1.0, 1e9, {torch.float64: 2.0})) == 2 * 96 + 6
+    assert compute_seconds(graph, Device(1e9, 8.0)) == 2 * 68 + 36
+    assert device_of("cuda").rate(torch.bfloat16) > device_of("cuda").rate(torch.float32)
 
 
 def test_the_guides_code_runs() -> None:

@@ -23,6 +23,7 @@ from spmd.graph.local import LocalGraph
 from spmd.modes import (
     ColwiseParallel,
     DataParallelMode,
+    PrepareModuleInput,
     RowwiseParallel,
     TensorParallelMode,
     compose,
@@ -88,6 +89,30 @@ def test_along_the_sequence_each_reduction_is_a_gather_and_a_scatter(layers: int
     assert backward["all_gather", activation] == 2 * layers
     assert backward["reduce_scatter", activation // 2] == 2 * layers + 1
     assert not {op for op, n in (*forward, *backward) if n == activation and op == "all_reduce"}
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.norm = nn.Linear(8, 8), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(factor=2, x=self.inlet(x))
+
+
+class Scaled(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def forward(self, x: Tensor, factor: int) -> Tensor:
+        return super().forward(x) * factor
+
+
+def test_keyword_arguments_are_prepared_as_well() -> None:
+    style = PrepareModuleInput(input_kwarg_layouts={"x": Replicate()}, desired_input_kwarg_layouts={"x": Shard(1)})
+    graph = program({"norm": style}, ByKeyword(), pair, torch.randn(5, 6, 8))
+    norm = next(n for n in graph.graph.nodes if "native_layer_norm.default" in str(n.target))
+    assert norm.args[0].meta["val"].shape == (5, 3, 8)
 
 
 def test_a_loss_over_a_split_vocabulary_moves_numbers_a_token_only() -> None:

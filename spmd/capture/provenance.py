@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import spmd
-from spmd._torch import PythonKeyTracer, current_autograd_node, next_sequence_number
+from spmd._torch import MODULE_CALL, PythonKeyTracer, current_autograd_node, next_sequence_number
 from spmd.capture.marks import node_of
 from spmd.graph.provenance import Source
 from spmd.graph.step import ENTERS, LEAVES
@@ -73,9 +73,14 @@ class Tracker:
             meta["checkpoint"] = self.checkpoint
 
     def border(self, module: nn.Module, key: str, values: Any) -> None:
-        """Note on the nodes of a module's arguments or results which those are."""
+        """Note on the nodes of a module's arguments or results which those are: by position, or by keyword."""
         name = self.names.get(id(module))
-        for place, value in enumerate(values if isinstance(values, (tuple, list)) else (values,)):
+        places = (
+            values.items()
+            if isinstance(values, dict)
+            else enumerate(values if isinstance(values, (tuple, list)) else (values,))
+        )
+        for place, value in places:
             if name is not None and isinstance(value, torch.Tensor) and (node := node_of(value)) is not None:
                 node.meta[key] = (*node.meta.get(key, ()), (name, place))
 
@@ -111,11 +116,16 @@ class Tracker:
 def recording(tracker: Tracker) -> Iterator[None]:
     """Every node made inside carries provenance."""
     original: Callable[..., Any] = PythonKeyTracer.create_node
+    original_call: Callable[..., Any] = getattr(nn.Module, MODULE_CALL)
 
     def create_node(self: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = original(self, *args, **kwargs)
         tracker.write(node)
         return node
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tracker.border(self, ENTERS, kwargs)  # of which hooks for all modules aren't told
+        return original_call(self, *args, **kwargs)
 
     def enter(module: nn.Module, inputs: Any) -> None:
         tracker.modules.append(tracker.names.get(id(module), tracker.modules[-1] if tracker.modules else ""))
@@ -127,11 +137,13 @@ def recording(tracker: Tracker) -> Iterator[None]:
         tracker.border(module, LEAVES, output)
 
     PythonKeyTracer.create_node = create_node  # type: ignore[method-assign]
+    setattr(nn.Module, MODULE_CALL, call)
     hooks = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
     try:
         yield
     finally:
         PythonKeyTracer.create_node = original  # type: ignore[method-assign]
+        setattr(nn.Module, MODULE_CALL, original_call)
         for hook in hooks:
             hook.remove()
 

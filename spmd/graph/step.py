@@ -5,7 +5,7 @@ Node metadata, set at capture and kept by everything after:
   phase     "forward", "backward" or "update"
   source    the user's line (provenance.Source)
   module    FQN of the module that ran it, "" outside modules
-  enters, leaves  (module's FQN, place) for each call of a module of which the node is a positional argument or a result
+  enters, leaves  (module's FQN, place) for each call of a module of which the node is an argument or a result; its place or keyword
   grad_of   FQN of the parameter whose accumulated gradient the node is
   varies    after `at()`: how each dim of each tensor depends on the global batch, see `at`
   layouts, uneven  once the graph has been cut along other mesh axes: the layouts there, and dims whose size differs from rank to rank

@@ -13,6 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from spmd.cost import compute_seconds, device_of, link_of, seconds
 from spmd.graph.local import Collective, LocalGraph, PassRecord
 from spmd.graph.provenance import step_name, where
 from spmd.graph.step import STORED
@@ -52,6 +53,10 @@ class Explanation:
     collectives: tuple[Collective, ...]
     fallbacks: tuple[Fallback, ...]
     passes: tuple[PassRecord, ...] = ()
+    seconds: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # of compute and of collectives, by the models of spmd.cost: to compare by, no forecast
 
     @classmethod
     def of(cls, local: LocalGraph) -> Explanation:
@@ -60,6 +65,7 @@ class Explanation:
             tuple(local.collectives),
             tuple(Fallback(str(n.target), where(n), gathered(n, local), why_none(Call(n))) for n in local.fallbacks),
             tuple(local.history[1:]),  # the first is the graph as it was partitioned
+            times(local),
         )
 
     def counts(self) -> Counter[str]:
@@ -72,7 +78,11 @@ class Explanation:
         head = Text(
             f"at rest on this rank: {size(stored)} of parameters, buffers and states; collectives a step: {len(self.collectives)}, {size(moved)}"
         )
-        tables: list[Any] = [head, self.placement_table(), self.collective_table()]
+        compute, communication = (f"{1000 * t:.3g} ms" for t in self.seconds)
+        model = Text(
+            f"by the models of spmd.cost: compute {compute}, collectives {communication} if nothing hides them"
+        )
+        tables: list[Any] = [head, model, self.placement_table(), self.collective_table()]
         if self.fallbacks:
             tables.append(self.fallback_table())
         if self.passes:
@@ -143,6 +153,14 @@ def gathered(node: fx.Node, local: LocalGraph) -> int:
             x = x.all_input_nodes[0]
         total += moved.get(step_name(x), 0)
     return total
+
+
+def times(local: LocalGraph) -> tuple[float, float]:
+    """Modelled seconds of compute and of collectives on this rank."""
+    kind = next((x.device.type for n in local.graph.nodes if isinstance(x := n.meta.get("val"), torch.Tensor)), "cpu")
+    link = link_of(kind)
+    moved = sum(seconds(c.op, c.nbytes, local.mesh_shape[c.axis], link) for c in local.collectives)
+    return compute_seconds(local.graph, device_of(kind)), moved
 
 
 def placed(local: LocalGraph) -> list[PlacedTensor]:
