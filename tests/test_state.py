@@ -249,6 +249,25 @@ def _state_dicts(style: str) -> None:
         )
 
 
+def test_an_optimizers_state_with_other_groups_is_refused_whole(world: World) -> None:
+    world.run(_other_groups, 2)
+
+
+def _other_groups() -> None:
+    """More groups, fewer, other sizes: no learning rate is lost, and nothing has changed."""
+    alone, (model, optimizer) = tools.setup(), tools.setup()
+    step = tools.compile(tools.train, "fully_shard")
+    _run(step, model, optimizer, range(1))
+    tools.continue_alone(*alone, tools.train, range(1), W=2)
+    kind, (first, *rest) = type(optimizer), list(models.mlp().parameters())
+    for groups in ([[first], rest], [[first]], [[first, *rest, nn.Parameter(torch.ones(3))]]):
+        other = kind([{"params": group, "lr": 0.5 + i} for i, group in enumerate(groups)])
+        with pytest.raises(ValueError, match="parameter group"):
+            optimizer.load_state_dict(other.state_dict())
+    _run(step, model, optimizer, range(1, 3))
+    tools.assert_equal(tools.continue_alone(*alone, tools.train, range(1, 3), W=2), tools.state_of(model, optimizer))
+
+
 # ---- several functions, several models
 
 

@@ -151,12 +151,14 @@ class Propagation:
         seen = set()
         for i, (x, p) in enumerate(zip(call.tensors, current, strict=True)):
             late = self.late(call, rule, current, i)
-            shard, kind = (late, BATCH) if late is not None else (wish[i] if wish else p, self.kind.get(x, ""))
-            if isinstance(shard, Sharded) and (i, shard) not in seen:
-                seen.add((i, shard))
-                found = rule.transfer(i, shard, self.world)
-                if found:
-                    yield *found, kind, False
+            own = self.kind.get(x, "")
+            followed = [(p, own) if late is None else (late, BATCH), *([(wish[i], own)] if wish else [])]
+            for part, kind in followed:
+                if isinstance(part, Sharded) and (i, part) not in seen:
+                    seen.add((i, part))
+                    found = rule.transfer(i, part, self.world)
+                    if found:
+                        yield *found, kind, False
         for group in self.linear(call, rule):
             if all(current[i] == Partial() and self.keeps_partial(call.tensors[i]) for i in group):
                 yield (
