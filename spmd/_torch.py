@@ -154,6 +154,9 @@ is_all_true = torch._is_all_true  # what torch.distributions validates its argum
 assert_async = torch._assert_async
 
 # Capture: values behind functional tensors, written by hand.
+is_functional_tensor = (
+    torch._is_functional_tensor
+)  # what a FunctionalTensor wraps; autograd hands it out where a Function saves its output
 sync = torch._sync
 from_functional_tensor = torch._from_functional_tensor
 functionalize_replace = torch._functionalize_replace

@@ -16,6 +16,7 @@ from spmd._torch import (
     FakeTensor,
     FunctionalTensor,
     function_modes,
+    is_functional_tensor,
     is_functorch_wrapped_tensor,
     without_top_function_mode,
 )
@@ -127,7 +128,9 @@ class Substitution(TorchFunctionMode):
 
 
 def _is_real(t: torch.Tensor) -> bool:
-    return not isinstance(t, (FunctionalTensor, FakeTensor)) and not is_functorch_wrapped_tensor(t)
+    """Whether it's the user's own, not what stands for one while tracing."""
+    known = isinstance(t, (FunctionalTensor, FakeTensor)) or is_functorch_wrapped_tensor(t)
+    return not known and not is_functional_tensor(t)
 
 
 def _has_real(value: Any) -> bool:
