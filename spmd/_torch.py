@@ -157,15 +157,10 @@ assert_async = torch._assert_async
 # Capture: the method of nn.Module that every call goes through, beneath fx's own wrapper of __call__.
 MODULE_CALL = "_call_impl"
 
-# Capture: whether torch's functionalization is at work underneath, which calls ops by their kernels.
-FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
-
-
-def functionalizing() -> bool:
-    return torch._C._dispatch_tls_is_dispatch_key_included(FUNCTIONALIZE)
-
-
 # Capture: values behind functional tensors, written by hand.
+is_functional_tensor = (
+    torch._is_functional_tensor
+)  # what a FunctionalTensor wraps; autograd hands it out where a Function saves its output
 sync = torch._sync
 from_functional_tensor = torch._from_functional_tensor
 functionalize_replace = torch._functionalize_replace

@@ -1,9 +1,7 @@
-"""Functions that share a model in different modes, and updates over parameters that lie differently."""
+"""Functions that share a model in different modes."""
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import pytest
@@ -12,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import spmd
-from spmd.errors import CaptureError, SpmdError
+from spmd.errors import SpmdError
 from spmd.modes import (
     ColwiseParallel,
     DataParallelMode,
@@ -98,60 +96,3 @@ def another_mesh() -> None:
 
 def test_a_model_on_another_mesh_is_refused(world: World) -> None:
     world.run(another_mesh, 4)
-
-
-# ---------------------------------------------------------------------------------------------- clipping
-
-NORMS = (1.0, 2.0, 3.0, math.inf, -math.inf)
-
-
-def clip(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor, y: Tensor, norm: float, foreach: bool) -> Tensor:
-    F.mse_loss(model(x), y).backward()
-    found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm, foreach=foreach)
-    some = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.dim() > 1], norm)
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.02, foreach=foreach)
-    optim.step()
-    optim.zero_grad()
-    return found + some
-
-
-def clip_in_every_way(name: str) -> None:
-    """Some parameters and gradients are whole, others in parts, uneven ones; each of two groups has both."""
-    torch.set_default_dtype(torch.float64)
-    x, y = torch.randn(6, 5), torch.randn(6, 3)
-    for norm in NORMS:
-        models = [build(), build()]
-        optims = [
-            torch.optim.SGD(
-                [{"params": list(m[0].parameters())}, {"params": list(m[2].parameters()), "lr": 0.5}],
-                0.1,
-                0.9,
-                foreach=True,
-            )
-            for m in models
-        ]
-        step = spmd.compile(clip, parallel_mode=mode(name))
-        for foreach in (True, False):
-            found = step(models[0], optims[0], share(x, mode(name)), share(y, mode(name)), norm, foreach)
-            torch.testing.assert_close(found, clip(models[1], optims[1], x, y, norm, foreach), rtol=1e-9, atol=1e-12)
-        for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-9, atol=1e-12, msg=f"{norm}")
-    kinds = {type(p.placements[0]) for p in models[0].parameters()}
-    assert name != "default" or kinds == {Shard, Replicate}
-
-
-@pytest.mark.parametrize("name", ["default", pytest.param("tensor", marks=pytest.mark.slow)])
-def test_clipping_over_parameters_that_lie_differently(world: World, name: str) -> None:
-    world.run(clip_in_every_way, 3, name)
-
-
-def test_clipping_that_looks_at_the_norm_is_refused() -> None:
-    def step(model: nn.Module, x: Tensor) -> None:
-        model(x).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-
-    model = build()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CaptureError, match=r"clip_grad_norm_|value of a tensor"):
-        spmd.compile(step)(model, torch.randn(2, 5))
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

@@ -12,13 +12,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from spmd._torch import (
-    FUNCTIONALIZE,
     BackwardCFunction,
     FakeTensor,
     FunctionalTensor,
-    OpOverload,
     function_modes,
-    functionalizing,
+    is_functional_tensor,
     is_functorch_wrapped_tensor,
     without_top_function_mode,
 )
@@ -65,9 +63,6 @@ class Substitution(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if functionalizing():  # torch's own call, for what a custom function gives back
-            by_kernel = isinstance(func, OpOverload)
-            return func._op_dk(FUNCTIONALIZE, *args, **kwargs) if by_kernel else func(*args, **kwargs)
         if any(map(_has_real, args)) or any(map(_has_real, kwargs.values())):
             args = tuple(self._replace(a) for a in args)
             kwargs = {k: self._replace(v) for k, v in kwargs.items()}
@@ -133,7 +128,9 @@ class Substitution(TorchFunctionMode):
 
 
 def _is_real(t: torch.Tensor) -> bool:
-    return not isinstance(t, (FunctionalTensor, FakeTensor)) and not is_functorch_wrapped_tensor(t)
+    """Whether it's the user's own, not what stands for one while tracing."""
+    known = isinstance(t, (FunctionalTensor, FakeTensor)) or is_functorch_wrapped_tensor(t)
+    return not known and not is_functional_tensor(t)
 
 
 def _has_real(value: Any) -> bool:
