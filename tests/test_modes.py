@@ -23,6 +23,8 @@ from tests.conftest import SAMPLE
 from tests.oracle.world import World
 from tests.parts import rand, step_graph
 
+aten = torch.ops.aten
+
 
 def test_names(plugin: Path) -> None:
     assert registry.mode("zero2") == DataParallelMode("zero2")
@@ -131,6 +133,9 @@ def test_a_roofline() -> None:
     assert costs == [(192, 8 * 68)] * 2 + [(12, 8 * 36), (0, 0)]
     assert compute_seconds(graph, Device(1.0, 1e9, {torch.float64: 2.0})) == 2 * 96 + 6
     assert compute_seconds(graph, Device(1e9, 8.0)) == 2 * 68 + 36
+    q, k = rand(2, 3, 5, 8), rand(2, 3, 7, 8)
+    attend = step_graph(lambda *x: aten._scaled_dot_product_flash_attention_for_cpu.default(*x)[0], (q, k, k)).graph
+    assert max(work(node)[0] for node in attend.nodes) == 2 * 2 * 6 * 5 * 7 * 8  # two products for each of 6 heads
     assert device_of("cuda").rate(torch.bfloat16) > device_of("cuda").rate(torch.float32)
 
 

@@ -35,6 +35,16 @@ DEVICES = {
 }
 
 
+aten = torch.ops.aten
+FORMULAS = {  # operations by op; torch has none of its CPU kernel of attention, which takes what that for GPUs takes
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
 def device_of(device_type: str) -> Device:
     return DEVICES.get(device_type, DEVICES["cuda"])
 
@@ -46,7 +56,7 @@ def work(node: fx.Node) -> tuple[float, float]:
         return 0.0, 0.0
     read = [x for n in node.all_input_nodes for x in tree_leaves(n.meta.get("val")) if isinstance(x, torch.Tensor)]
     moved = sum(x.numel() * x.element_size() for x in (*read, *results))
-    count = flop_registry.get(node.target.overloadpacket) if isinstance(node.target, OpOverload) else None
+    count = FORMULAS.get(node.target.overloadpacket) if isinstance(node.target, OpOverload) else None
     if count is None:
         return float(sum(x.numel() for x in results)), float(moved)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
