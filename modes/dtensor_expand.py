@@ -12,17 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from spmd.capture.arguments import matches as within
+from spmd.capture.objects import joined
 from spmd.errors import Offence, PlacementError
 from spmd.graph.axis import Axis
 from spmd.graph.step import Role, StepGraph
 from spmd.modes.base import ParallelMode
 from spmd.modes.data_parallel import batch_share
 from spmd.modes.override import Override
-from spmd.modes.plan import joined, matches, warn
+from spmd.modes.plan import lie, matches, warn
 from spmd.modes.styles import beyond
 from spmd.sharding.constraints import Constraints, by_owner
 from spmd.sharding.dtensor import preferred
-from spmd.sharding.layout import Layout, R, shard
+from spmd.sharding.layout import Layout, R
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class DTensorExpandMode(ParallelMode):
 
     def constraints(self, step: StepGraph, axis: Axis) -> Constraints:
         values = {
-            ph.name: self.layout(schema, ph.meta["val"])
+            ph.name: lie(schema.placements[self.along], ph.meta["val"])
             for spec, ph in zip(step.inputs, step.placeholders, strict=True)
             if spec.role is Role.USER and (axis.blocks is None or spec.batch_dim is None)
             for path, schema in self.inputs.items()
@@ -149,11 +150,4 @@ class DTensorExpandMode(ParallelMode):
 
     def at_rest(self, owner: str, val: torch.Tensor, whole: torch.Size) -> Layout:
         found = self.placed.get(owner)
-        return self.layout(found.schema, val) if found is not None and found.shape == whole else R
-
-    def layout(self, schema: Schema, val: torch.Tensor) -> Layout:
-        placement = schema.placements[self.along]
-        if not isinstance(placement, Shard) or not val.dim():
-            return R
-        dim = placement.dim % val.dim()
-        return shard(dim, val.shape[dim])
+        return lie(found.schema.placements[self.along], val) if found is not None and found.shape == whole else R

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor import parallel as torchs
 
+from spmd.capture.objects import joined
 from spmd.capture.provenance import is_user_file
 from spmd.errors import Offence, PlacementError
 from spmd.modes.styles import (
@@ -28,6 +29,7 @@ from spmd.modes.styles import (
     SequenceParallel,
     beyond,
 )
+from spmd.sharding.layout import Layout, R, shard
 
 Style = ParallelStyle | torchs.ParallelStyle
 Plan = Mapping[str, Style] | Style
@@ -175,8 +177,12 @@ def matches(pattern: str, fqn: str) -> bool:
     return len(tokens) == len(parts) and all(map(fnmatch.fnmatchcase, parts, tokens))
 
 
-def joined(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name
+def lie(placement: Placement | None, val: torch.Tensor) -> Layout:
+    """The layout of `val` that a Shard means; anything else, and what has no dim to split, is whole."""
+    if not isinstance(placement, Shard) or not val.dim():
+        return R
+    dim = placement.dim % val.dim()
+    return shard(dim, val.shape[dim])
 
 
 def normal(placement: Placement, rank: int) -> Placement:

@@ -12,15 +12,16 @@ import torch.fx as fx
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from spmd.capture.objects import joined
 from spmd.errors import Offence, PlacementError
 from spmd.graph.axis import Axis
 from spmd.graph.step import ENTERS, LEAVES, StepGraph
 from spmd.modes.base import ParallelMode
 from spmd.modes.override import Override
-from spmd.modes.plan import Plan, joined, patterns, read
+from spmd.modes.plan import Plan, lie, patterns, read
 from spmd.modes.styles import Description
 from spmd.sharding.constraints import Constraints, by_owner
-from spmd.sharding.layout import Layout, R, shard
+from spmd.sharding.layout import Layout, R, Sharded, shard
 from spmd.sharding.propagate import batch_shard
 from spmd.sharding.rule import Call, op_name
 from spmd.sharding.table import ATTENTION
@@ -89,9 +90,7 @@ class TensorParallelMode(ParallelMode):
     def at_rest(self, owner: str, val: torch.Tensor, whole: torch.Size) -> Layout:
         """States of a parameter's shape lie as it does; all else is whole."""
         placement, shape = self.parameters.get(owner, (None, None))
-        if whole != shape or not isinstance(placement, Shard) or not val.dim():
-            return R
-        return shard(placement.dim % val.dim(), val.shape[placement.dim])
+        return lie(placement, val) if whole == shape else R
 
     def pinned(self, step: StepGraph) -> Iterator[tuple[fx.Node, Placement]]:
         """Values at the borders of described modules that lie as their style wants. What a module's own parameters bring about needs no word."""
@@ -121,12 +120,10 @@ def at(layouts: tuple[Placement | None, ...], place: int | str) -> Placement | N
 
 def layout(placement: Placement | None, node: fx.Node, axis: Axis) -> Layout:
     """A Shard of the dim that carries the batch is each rank's share of it, where the axis splits the batch."""
-    val = node.meta["val"]
-    if not isinstance(placement, Shard) or not val.dim():
-        return R
-    dim = placement.dim % val.dim()
-    share = batch_shard(node, axis.blocks)
-    return share.canonical(axis.world) if share is not None and share.dim == dim else shard(dim, val.shape[dim])
+    found, share = lie(placement, node.meta["val"]), batch_shard(node, axis.blocks)
+    if isinstance(found, Sharded) and share is not None and share.dim == found.dim:
+        return share.canonical(axis.world)
+    return found
 
 
 def inside(node: fx.Node, modules: Collection[str]) -> bool:

@@ -94,7 +94,7 @@ class PassPipeline:
             PassError: a pass failed, or left a graph that breaks an invariant.
         """
         known = Known.of(graph.graph)
-        graph = replace(graph, history=graph.history or [record("partition", graph)])
+        graph = replace(graph, history=[*graph.history, record("partition", graph)])
         for p in self.passes:
             before, counts, began = program_text(graph) if self.diffs else "", _counts(graph), time.perf_counter()
             history = graph.history

@@ -153,14 +153,12 @@ symbolic_functions = {
 is_all_true = torch._is_all_true  # what torch.distributions validates its arguments with
 assert_async = torch._assert_async
 
-
 # Capture: the method of nn.Module that every call goes through, beneath fx's own wrapper of __call__.
 MODULE_CALL = "_call_impl"
 
 # Capture: values behind functional tensors, written by hand.
-is_functional_tensor = (
-    torch._is_functional_tensor
-)  # what a FunctionalTensor wraps; autograd hands it out where a Function saves its output
+# The first tells what a FunctionalTensor wraps: autograd hands that out where a Function saves its output.
+is_functional_tensor = torch._is_functional_tensor
 sync = torch._sync
 from_functional_tensor = torch._from_functional_tensor
 functionalize_replace = torch._functionalize_replace

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd.capture import Capture
 from spmd.counter.rewrite import rewrite
+from spmd.graph.axis import Mesh
 from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import Role, StepGraph
@@ -70,12 +72,12 @@ class CompiledStep(Generic[P, T]):
     def _compile(self, captured: Capture, batch: int | None, world: World, stages: Stages) -> Program:
         """Everything between the captured step and the program of this rank. Talks to no other rank and changes nothing."""
         with stages("place"):
-            step = local_graph(captured.step, captured, batch, self.mode, world)
-            init = local_graph(captured.init, captured, batch, self.mode, world) if captured.init else None
+            step = local_graph(captured.step, captured, batch, self.mode, world.view)
+            init = local_graph(captured.init, captured, batch, self.mode, world.view) if captured.init else None
         with stages("optimize"):
             verify_local(step)
             transforms = PassPipeline.of([override.transform for override in self.mode.overrides])
-            step = self.passes.run(transforms.run(step))
+            step = replace(self.passes, passes=(*transforms.passes, *self.passes.passes)).run(step)
         return Program(captured, step, init)
 
     @property
@@ -110,7 +112,7 @@ class CompiledStep(Generic[P, T]):
         self.programs.reset()
 
 
-def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: ParallelMode, world: World) -> LocalGraph:
+def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: ParallelMode, mesh: Mesh) -> LocalGraph:
     """This rank's program for a captured graph."""
     concrete = rewrite(at(step, batch))
     verify_step(concrete)
@@ -118,9 +120,9 @@ def local_graph(step: StepGraph, captured: Capture, batch: int | None, mode: Par
         s.input.name: found
         for s in captured.slots
         if s.tensor is not None and s.input.role is not Role.GRADIENT and (found := placed(s.tensor)) is not None
-        if len(found) == len(world.shape)  # else it lies on another mesh, which binding refuses
+        if len(found) == len(mesh.shape)  # else it lies on another mesh, which binding refuses
     }
-    return mode.of(captured.submodules()).expand(concrete, world.view, known)
+    return mode.of(captured.submodules()).expand(concrete, mesh, known)
 
 
 @overload

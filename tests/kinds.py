@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spmd.modes import DataParallelMode
+from tests.fuzz.check import state_of
 from tests.fuzz.ranks import Ranks
 from tests.oracle.oracle import distance, mismatch
 
@@ -63,12 +64,7 @@ def plain(build: Any, step: Step, batch: Any, turns: int) -> tuple[list[Any], di
     for turn in range(turns):
         leaves = torch.utils._pytree.tree_leaves(step(model, optimizer, *batch(turn)))
         outputs.append([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves])
-    names = {id(p): name for name, p in model.named_parameters()}
-    state = {name: x.detach().clone() for name, x in [*model.named_parameters(), *model.named_buffers()]}
-    state |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for p, entries in optimizer.state.items():
-        state |= {f"{names[id(p)]}.{key}": x for key, x in entries.items() if isinstance(x, Tensor)}
-    return outputs, state
+    return outputs, state_of(model, optimizer)
 
 
 def compare(expected: Any, outputs: list[Any], state: Any, title: str, tolerance: float) -> None:

@@ -13,17 +13,26 @@ from torch import Tensor
 from spmd.api import local_graph
 from spmd.capture import capture
 from spmd.debug import run_lockstep
+from spmd.graph.axis import Mesh
 from spmd.graph.local import LocalGraph
 from spmd.graph.step import STORED, Role
-from spmd.modes import DataParallelMode
+from spmd.modes import DataParallelMode, ParallelMode
 from spmd.passes import PassPipeline
-from spmd.runtime.world import World
 from spmd.sharding.layout import R
 
 
-def ranks(W: int) -> list[World]:
-    """What each of W ranks knows of the others, where nothing runs."""
-    return [World(None, None, (W,), (r,), None, tuple(range(W)), 0.0) for r in range(W)]
+def ranks(W: int, names: tuple[str, ...] = ()) -> list[Mesh]:
+    """The mesh as each of W ranks sees it, where nothing runs."""
+    return [Mesh((W,), (r,), ("0",), names) for r in range(W)]
+
+
+def first(mode: ParallelMode, step: Callable[..., Any], args: tuple[Any, ...], W: int, *names: str) -> LocalGraph:
+    """What the first of W ranks would run without passes; tensors among `args` are its share of the batch."""
+    (along,) = mode.over((W,), names)
+    shares = W if along.splits_batch else 1
+    captured = capture(step, args, global_batch=lambda samples: samples * shares)
+    samples = next(x.shape[0] for x in args if isinstance(x, Tensor))
+    return local_graph(captured.step, captured, samples * shares, mode, ranks(W, names)[0])
 
 
 def programs(step: Callable[..., Any], args: tuple[Any, ...], style: str, W: int) -> list[LocalGraph]:

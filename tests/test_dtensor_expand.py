@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import spmd
-from spmd.api import local_graph
-from spmd.capture import capture
 from spmd.errors import InputError, PlacementError
 from spmd.graph.local import LocalGraph
 from spmd.modes import DataParallelMode, DTensorExpandMode, Override, ParallelMode, Schema, compose
 from spmd.passes import PassPipeline
 from tests import programs
+from tests.oracle import steps
 
 
 def mesh(*shape: int) -> DeviceMesh:
@@ -29,18 +27,11 @@ def mesh(*shape: int) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
 
 
-def train(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
+train = steps.basic()
 
 
 def program(mode: ParallelMode, model: nn.Module, *batch: Tensor, W: int = 2) -> LocalGraph:
-    args = (model, torch.optim.Adam(model.parameters(), 0.1), *batch)
-    captured = capture(train, args, global_batch=lambda n: W * n)
-    return local_graph(captured.step, captured, W * len(batch[0]), mode, programs.ranks(W)[0])
+    return programs.first(mode, train, (model, torch.optim.Adam(model.parameters(), 0.1), *batch), W)
 
 
 def moved(graph: LocalGraph) -> list[tuple[str, str, str]]:

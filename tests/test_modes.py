@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import spmd
-from spmd.capture import capture
 from spmd.cost import Device, Link, compute_seconds, device_of, link_of, seconds, work
 from spmd.errors import PlacementError
 from spmd.modes import DataParallelMode, registry
 from spmd.report.explain import Explanation
 from tests import programs
 from tests.conftest import SAMPLE
+from tests.oracle import steps
 from tests.oracle.world import World
 from tests.parts import rand, step_graph
 
@@ -52,12 +51,7 @@ def test_a_plugins_mode_is_short() -> None:
     assert len((SAMPLE / "spmd_sample_mode.py").read_text().splitlines()) <= 40
 
 
-def train(model: nn.Module, optim: torch.optim.Optimizer, words: Tensor, y: Tensor) -> Tensor:
-    loss = F.mse_loss(model(words), y)
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
+train = steps.basic()
 
 
 def split_tables() -> None:
@@ -90,8 +84,6 @@ def test_a_plugins_mode_is_exact(world: World) -> None:
 
 
 def test_the_default_style_says_why_a_parameter_stays_whole() -> None:
-    from spmd.api import local_graph
-
     model = nn.Sequential(nn.Embedding(300, 400), nn.Linear(400, 2))
     model.scale = nn.Parameter(torch.tensor(2.0))
     optim = torch.optim.SGD(model.parameters(), 0.1)
@@ -100,12 +92,9 @@ def test_the_default_style_says_why_a_parameter_stays_whole() -> None:
     def scaled(model: nn.Module, optim: torch.optim.Optimizer, words: Tensor, y: Tensor) -> Tensor:
         return train(model, optim, words, y) * model.scale.detach()
 
-    captured = capture(scaled, (model, optim, *batch), global_batch=lambda n: 3 * n)
-    world = programs.ranks(3)[0]
-
     def found(**options: int) -> dict[str, tuple[str, str]]:
         mode = DataParallelMode("default", **options)
-        explanation = Explanation.of(local_graph(captured.step, captured, 12, mode, world))
+        explanation = Explanation.of(programs.first(mode, scaled, (model, optim, *batch), 3))
         assert "reason" in str(explanation)
         return {p.name: (p.layout, p.reason) for p in explanation.placements if p.role == "parameter"}
 
@@ -142,7 +131,6 @@ def test_a_roofline() -> None:
 def test_the_guides_code_runs() -> None:
     """A mode and a style of one's own, as docs/modes.md has them."""
     import spmd.modes as modes
-    from spmd.api import local_graph
     from spmd.graph.step import Role
     from spmd.sharding.constraints import Constraints
     from spmd.sharding.layout import R, shard
@@ -156,6 +144,5 @@ def test_the_guides_code_runs() -> None:
     assert names["SplitTable"]().describe(nn.Linear(2, 2)).parameters == {"table": Shard(0)}
     model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 3))
     args = (model, torch.optim.SGD(model.parameters(), 0.1), torch.randint(0, 9, (2,)), torch.randn(2, 3))
-    captured = capture(train, args, global_batch=lambda n: 2 * n)
-    local = local_graph(captured.step, captured, 4, names["SplitTables"](), programs.ranks(2)[0])
+    local = programs.first(names["SplitTables"](), train, args, 2)
     assert [str(x[0]) for x in local.inputs[:3] if x] == ["S(0)", "R", "R"]

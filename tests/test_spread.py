@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
-from spmd.capture import capture
 from spmd.errors import PlacementError
-from spmd.graph.axis import Mesh
-from spmd.graph.concrete import at
 from spmd.graph.local import LocalGraph
 from spmd.modes import (
     ContextParallel,
@@ -27,16 +24,14 @@ from spmd.modes import (
     compose,
     parallelize_module,
 )
+from tests import programs
 from tests.oracle import steps
 from tests.oracle.plans import CONTEXT, EXPERTS, HEADS, Decoder, Experts, Mixture, sequences, words
 from tests.oracle.world import World
 
 
 def program(mode: ParallelMode, model: nn.Module, step: Any, batch: tuple[Tensor, ...], W: int) -> LocalGraph:
-    """What the first of W ranks would run, without passes."""
-    captured = capture(step, (model, torch.optim.SGD(model.parameters(), 0.1), *batch), global_batch=lambda n: W * n)
-    mesh = Mesh((W,), (0,), ("0",), ("dp",))
-    return mode.of(captured.submodules()).expand(at(captured.step, W * len(batch[0])), mesh, {})
+    return programs.first(mode, step, (model, torch.optim.SGD(model.parameters(), 0.1), *batch), W, "dp")
 
 
 def moved(graph: LocalGraph) -> Counter[str]:

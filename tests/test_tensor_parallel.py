@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import spmd
 from spmd._torch import StridedShard
-from spmd.api import local_graph
-from spmd.capture import capture
 from spmd.errors import AgreementError, PlacementError, StateError
 from spmd.graph.local import LocalGraph
 from spmd.modes import (
@@ -45,9 +43,8 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, tokens: Tensor) -> Ten
 
 
 def program(plan: dict[str, Any], model: nn.Module, step: Any, *batch: Tensor, W: int = 2) -> LocalGraph:
-    """What the first of W ranks would run, without passes."""
-    captured = capture(step, (model, torch.optim.SGD(model.parameters(), 0.1), *batch), global_batch=lambda n: n)
-    return local_graph(captured.step, captured, len(batch[0]), TensorParallelMode(plan), programs.ranks(W)[0])
+    args = (model, torch.optim.SGD(model.parameters(), 0.1), *batch)
+    return programs.first(TensorParallelMode(plan), step, args, W)
 
 
 def moved(graph: LocalGraph, phase: str) -> list[tuple[str, int]]:

@@ -23,6 +23,7 @@ from spmd.modes import (
     Schema,
     TensorParallelMode,
 )
+from tests.oracle import steps
 from tests.oracle.world import World
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -33,12 +34,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def train(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
+train = steps.basic()
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spmd.capture.inputs import scope_name
-from spmd.capture.objects import SCALARS, Objects, successor
+from spmd.capture.objects import SCALARS, Objects, joined, successor
 
 DEPTH = 4  # containers within containers, and the attributes of an object, down to here; deeper by identity
 SMALL = 4096  # elements of an array that are compared one by one
@@ -63,7 +63,7 @@ def readable(objects: Objects) -> Iterator[tuple[Mapping[str, Any], str, str]]:
     for fqn, module in objects.submodules():
         for key, value in vars(module).items():
             if key not in _OWN and not isinstance(value, SCALARS):
-                yield vars(module), key, f"{fqn}.{key}" if fqn else key
+                yield vars(module), key, joined(fqn, key)
         for kind in type(module).__mro__:
             if kind not in classes and not kind.__module__.startswith(("torch.", "builtins", "transformers.")):
                 classes.add(kind)

@@ -11,7 +11,7 @@ import torch
 
 from spmd._torch import DTensor
 from spmd.capture.arguments import Arguments
-from spmd.capture.objects import Objects, successor
+from spmd.capture.objects import Objects, joined, successor
 from spmd.capture.result import Slot
 from spmd.capture.views import ItemView, StateView
 from spmd.errors import Offence, StateError
@@ -104,7 +104,7 @@ def _scalars(objects: Objects, lifted: frozenset[str]) -> Iterator[Entry]:
     """Lifted attributes of modules and optimizers, closure variables and globals."""
     for fqn, module in objects.submodules():
         for key, value in vars(module).items():
-            if is_number(value) and (name := f"{fqn}.{key}" if fqn else key) in lifted:
+            if is_number(value) and (name := joined(fqn, key)) in lifted:
                 yield _hyper(name, fqn, vars(module), key, value)
     for scope in objects.scopes:
         for key in scope.keys:

@@ -135,6 +135,11 @@ class Objects:
         return qualified(self.modules, root, name)
 
 
+def joined(fqn: str, name: str) -> str:
+    """The name of what is called `name` within `fqn`."""
+    return f"{fqn}.{name}" if fqn else name
+
+
 def qualified(modules: Mapping[str, nn.Module], root: str, name: str) -> str:
     """The FQN of what is called `name` within one of the step's modules: the root's own name counts where there are several."""
     return name if len(modules) == 1 else f"{root}.{name}" if name else root
@@ -289,7 +294,7 @@ class _Finder:
             return
         self.found.scopes.append(Scope(f"attribute of {name or type(value).__name__}", attributes, tuple(attributes)))
         for key, item in list(attributes.items()):
-            self.visit(item, f"{name}.{key}" if name else key, inside=True)
+            self.visit(item, joined(name, key), inside=True)
 
 
 def _undecorated(fn: Any) -> Any:

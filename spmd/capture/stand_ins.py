@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from spmd.capture.objects import Objects
+from spmd.capture.objects import Objects, joined
 from spmd.errors import InputError, Offence
 
 Replacement = Callable[[str, nn.Module], nn.Module]
@@ -48,7 +48,7 @@ def stand_ins(objects: Objects, replacements: Sequence[Replacement]) -> StandIns
         for key, child in module._modules.items():
             if child is None:
                 continue
-            name = f"{fqn}.{key}" if fqn else key
+            name = joined(fqn, key)
             new = next((new for r in replacements if (new := r(name, child)) is not child), child)
             if new is child:
                 visit(name, child)

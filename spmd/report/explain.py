@@ -53,10 +53,7 @@ class Explanation:
     collectives: tuple[Collective, ...]
     fallbacks: tuple[Fallback, ...]
     passes: tuple[PassRecord, ...] = ()
-    seconds: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # of compute and of collectives, by the models of spmd.cost: to compare by, no forecast
+    seconds: tuple[float, float] = (0.0, 0.0)  # of compute and of collectives, as spmd.cost models them: no forecast
 
     @classmethod
     def of(cls, local: LocalGraph) -> Explanation:

@@ -59,7 +59,7 @@ class Storage:
         self.name, self.layouts, self.shape, self.stride = name, layouts, torch.Size(shape), tuple(stride)
         self.world, self.buffer = world, buffer
         self.mesh = world.mesh if own is None or isinstance(own, DTensor) else None
-        self.local = _real_part(buffer, shape, layouts, world)
+        self.local = real_part(buffer, shape, layouts, world)
         self.tensor: torch.Tensor
         if self.mesh is None:
             assert own is not None
@@ -91,7 +91,7 @@ class Storage:
             buffer = source.detach()
         else:
             buffer = _allocate(shape, stride, layouts, world, source.dtype)
-            _real_part(buffer, shape, layouts, world).copy_(part(source.detach(), layouts, world))
+            real_part(buffer, shape, layouts, world).copy_(part(source.detach(), layouts, world))
         self = cls(name, world, layouts, shape, stride, buffer, None)
         if isinstance(source, nn.Parameter):
             self.tensor = nn.Parameter(self.tensor, requires_grad=source.requires_grad)
@@ -105,7 +105,7 @@ class Storage:
         """Storage under a user's DTensor, which stays the same object with its local tensor in a padded buffer."""
         stride = tuple(own.stride())
         buffer = _allocate(own.shape, stride, layouts, world, own.dtype)
-        _real_part(buffer, own.shape, layouts, world).copy_(part(own.detach(), layouts, world))
+        real_part(buffer, own.shape, layouts, world).copy_(part(own.detach(), layouts, world))
         return cls(name, world, layouts, own.shape, stride, buffer, own)
 
     @classmethod
@@ -121,7 +121,7 @@ class Storage:
         if world.mesh is None:
             return cls.plain(name, local, world)
         buffer = _allocate(shape, stride, layouts, world, local.dtype, local.device)
-        _real_part(buffer, shape, layouts, world).copy_(local)
+        real_part(buffer, shape, layouts, world).copy_(local)
         return cls(name, world, layouts, shape, stride, buffer, None)
 
     def like(self, local: torch.Tensor) -> DTensor:
@@ -313,7 +313,8 @@ def part_shape(shape: Sequence[int], layouts: Layouts, world: World) -> tuple[in
     return remaining(shape, layouts, world.shape, world.coordinate)[0]
 
 
-def _real_part(buffer: torch.Tensor, shape: Sequence[int], layouts: Layouts, world: World) -> torch.Tensor:
+def real_part(buffer: torch.Tensor, shape: Sequence[int], layouts: Layouts, world: World) -> torch.Tensor:
+    """A rank's buffer without its padding: a view."""
     for dim, length in enumerate(part_shape(shape, layouts, world)):
         buffer = buffer.narrow(dim, 0, length)
     return buffer.view(buffer.shape) if not buffer.shape else buffer

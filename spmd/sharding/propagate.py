@@ -65,7 +65,7 @@ class Propagation:
         self.rules: dict[fx.Node, tuple[Call, Rule | None]] = {}
         self.shapes: dict[str, torch.Size] = {}  # of parameters
         self.values = dict(constraints.values)  # layouts that values are moved to as they appear
-        self.held: set[fx.Node | None] = set()  # stored inputs that stay where they are
+        self.held: set[fx.Node] = set()  # stored inputs that stay where they are
 
     def run(self) -> Plan:
         placeholders = self.step.placeholders
@@ -288,11 +288,8 @@ class Propagation:
             return 2.0 * size + 1 if isinstance(b, Replicated) else size + 1.0 if isinstance(b, Sharded) else FORBIDDEN
         if b == R and (self.plan.views.get(x), R) in self.moved:
             return 0.0
-        root = self.plan.roots.get(x)
-        if root in self.held:
-            weight = HELD
-        else:
-            weight = STAYS if self.kind.get(x) == BATCH or (self.plan.blocks is None and root is not None) else 1.0
+        stays = self.kind.get(x) == BATCH or (self.plan.blocks is None and x in self.plan.roots)
+        weight = HELD if self.plan.roots.get(x, x) in self.held else STAYS if stays else 1.0
         return weight * size * (1.0 if b == R else 0.5) + 1
 
     def bytes(self, x: fx.Node) -> int:

@@ -23,7 +23,7 @@ from spmd.graph.step import STORED, Input, Role, StepGraph
 from spmd.graph.verify import verify_local
 from spmd.modes import DataParallelMode
 from spmd.passes import PassPipeline
-from spmd.runtime.storage import part, part_shape
+from spmd.runtime.storage import part, real_part
 from spmd.runtime.world import World
 from spmd.sharding.layout import Partial, buffer_shape, join
 
@@ -94,13 +94,13 @@ class Ranks:
             self.make_states(self.captured.init)
 
     def compile(self, step: StepGraph) -> list[LocalGraph]:
-        return [local_graph(step, self.captured, self.batch, self.mode, world) for world in self.worlds]
+        return [local_graph(step, self.captured, self.batch, self.mode, world.view) for world in self.worlds]
 
     def put(self, name: str, whole: Tensor, lie: Lie) -> None:
         parts = []
         for layouts, world in zip(lie, self.worlds, strict=True):
             padded = whole.new_zeros(buffer_shape(whole.shape, layouts, self.mesh, world.coordinate))
-            real(padded, whole.shape, layouts, world).copy_(part(whole, layouts, world))
+            real_part(padded, whole.shape, layouts, world).copy_(part(whole, layouts, world))
             parts.append(padded)
         self.stored[name], self.layouts[name] = parts, (lie, tuple(whole.shape))
 
@@ -192,7 +192,7 @@ class Ranks:
         found = {}
         for name, padded in self.stored.items():
             lie, shape = self.layouts[name]
-            parts = [real(x, shape, mine, w) for x, mine, w in zip(padded, lie, self.worlds, strict=True)]
+            parts = [real_part(x, shape, mine, w) for x, mine, w in zip(padded, lie, self.worlds, strict=True)]
             found[name] = self.whole(parts, lie).clone()
         for owner, parts in self.gradients.items():
             found[f"{owner}.grad"] = self.whole(parts, self.layouts[f"{owner}.grad"][0])
@@ -203,10 +203,3 @@ def lies(programs: Sequence[LocalGraph], output: int) -> Lie | None:
     """How an output lies, as each rank sees it; None for constants and numbers."""
     found = [x for program in programs if (x := program.outputs[output]) is not None]
     return found or None
-
-
-def real(padded: Tensor, shape: Sequence[int], layouts: Layouts, world: World) -> Tensor:
-    """A buffer without its padding."""
-    for dim, length in enumerate(part_shape(shape, layouts, world)):
-        padded = padded.narrow(dim, 0, length)
-    return padded
