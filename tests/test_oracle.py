@@ -1,6 +1,7 @@
 """The compiled step equals the undecorated one on one device: every case, both styles, W = 1, 2, 3, 4, one sample a rank included.
 
-One case alone, in the foreground: `python -m tests.oracle.run CASE STYLE W`.
+Each time every case runs on 3 ranks, most of them in this process, those in processes that the runtime could break. `make test-all` runs all in
+processes. One case alone, in the foreground: `python -m tests.oracle.run CASE STYLE W`.
 """
 
 from collections.abc import Iterator
@@ -8,27 +9,29 @@ from typing import Any
 
 import pytest
 
-from tests.oracle import oracle
+from tests.oracle import oracle, together
 from tests.oracle.case import Case
 from tests.oracle.cases import CASES, REPRESENTATIVE
 from tests.oracle.world import World
 
 WORLDS = (1, 2, 3, 4)
+# Another program than the last call's, because a guard failed or the step made a state: the runtime finds it.
+RETRACED = (
+    "lr_onecycle", "weight_decay_changes", "mode_alternates", "attribute_changes", "argument_changes", "argument_flag",
+    "size_branch", "optim_soap", "optim_schedulefree", "optim_lookahead", "optim_sam",
+)  # fmt: skip
 
 
 def _usual(case: Case, style: str, W: int, single: bool) -> bool:
-    """What runs each time: every case, and a few at every size; `make test-all` runs the rest.
-
-    A rank costs as much as a case: each traces for itself.
-    """
+    """What runs in processes each time. There a rank costs as much as a case in one process: each traces for itself."""
     if case.needs:
         return case.name == "hf_t5" and (style, W, single) == ("fully_shard", 2, False)
     if case.name in REPRESENTATIVE[:6] and (style, W, single) in {("fully_shard", 1, False), ("fully_shard", 4, True)}:
         return True
     if case.name in REPRESENTATIVE and (style, W, single) == ("replicate", 2, False):
         return True
-    uneven = case.name in REPRESENTATIVE or case.name.startswith(("params_", "mixing_", "loss_", "batch_"))
-    return (style, W, single) == ("fully_shard", 3 if uneven else 2, False)
+    sizes = {**dict.fromkeys(RETRACED, 2), **dict.fromkeys(REPRESENTATIVE, 3)}
+    return (style, W, single) == ("fully_shard", sizes.get(case.name), False)
 
 
 def _matrix() -> Iterator[Any]:
@@ -100,3 +103,10 @@ def test_equals_one_device(world: World, name: str, style: str, W: int, single: 
     if needs and not oracle.has(needs):
         pytest.skip(f"needs {needs}")
     world.run(oracle.check, W, name, style, W, 1 if single else None)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, c in CASES.items() if not c.plan and not c.needs and n not in (*RETRACED, *REPRESENTATIVE)]
+)
+def test_equals_one_device_in_one_process(name: str) -> None:
+    together.check(name, "fully_shard", 3)

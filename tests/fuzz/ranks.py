@@ -37,6 +37,7 @@ class Ranks:
     Attributes:
         stored: padded buffers of parameters, buffers and states, by name.
         gradients: parts of what lies in `.grad` between calls, by parameter.
+        written: numbers that the step itself has changed, such as a learning rate.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Ranks:
         self.stored: dict[str, Parts] = {}
         self.layouts: dict[str, tuple[Lie, tuple[int, ...]]] = {}
         self.gradients: dict[str, Parts] = {}
+        self.written: dict[str, Any] = {}
         self.settle(captured or self.capture())
 
     def capture(self) -> Capture:
@@ -90,6 +92,12 @@ class Ranks:
                 lie = [x for program in self.programs if (x := program.inputs[i]) is not None]
                 if lie:
                     self.put(name, tensor.detach(), lie)
+            elif slot.input.role is Role.GRADIENT and tensor is not None and slot.input.owner not in self.gradients:
+                lie = [x for program in self.programs if (x := program.inputs[i]) is not None]
+                self.gradients[slot.input.owner] = [
+                    part(tensor.detach(), x, w).clone() for x, w in zip(lie, self.worlds, strict=True)
+                ]
+                self.layouts[name] = (lie, ())
         if self.captured.init is not None:
             self.make_states(self.captured.init)
 
@@ -122,11 +130,19 @@ class Ranks:
 
     def add_state(self, name: str, whole: Tensor, lie: Lie) -> None:
         """A state that the step itself has made: the next call is another program."""
-        model, optimizer = self.args[:2]
         owner, _, key = name.rpartition(".")
-        optimizer.state[model.get_parameter(owner)][key] = whole
+        parameter = self.tensor(owner)
+        for optimizer in self.captured.optimizers.values():
+            if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+                optimizer.state[parameter][key] = whole
         self.put(name, whole, lie)
         self.stale = True
+
+    def tensor(self, name: str) -> Tensor:
+        """The user's parameter with this name."""
+        found = next(slot.tensor for slot in self.captured.slots if slot.input.name == name)
+        assert found is not None
+        return found
 
     # ---- one call
 
@@ -179,6 +195,8 @@ class Ranks:
             elif out.role is Role.STATE and out.updates is None:
                 assert lie is not None
                 self.add_state(out.name, self.whole(parts, lie), lie)
+            elif out.role is Role.HYPER and out.updates is not None:
+                self.written[self.captured.step.inputs[out.updates].name] = parts[0]
             elif out.role is Role.USER and out.updates is None:
                 assert lie is None or not any(isinstance(x, Partial) for x in lie[0]), "a partial value is returned"
                 returned.append(parts[0] if lie is None else self.whole(parts, lie))
@@ -197,6 +215,24 @@ class Ranks:
         for owner, parts in self.gradients.items():
             found[f"{owner}.grad"] = self.whole(parts, self.layouts[f"{owner}.grad"][0])
         return found
+
+    def give_back(self) -> None:
+        """Put what the ranks hold into the objects that were captured, where the plain step would have left it."""
+        values, made = self.state(), False
+        for slot in self.captured.slots:
+            spec = slot.input
+            if spec.name in self.written and slot.container is not None:
+                slot.container[slot.key] = self.written[spec.name]
+            if spec.role is Role.STATE and slot.tensor is None:  # made by the program that makes states
+                slot.tensor, made = values[spec.name], True
+                self.captured.optimizers[spec.root].state[self.tensor(spec.owner)][spec.key] = slot.tensor
+            elif spec.name in self.stored and slot.tensor is not None:
+                slot.tensor.detach().copy_(values[spec.name])
+            if spec.role is Role.PARAMETER and (spec.name in self.gradients or spec.name in self.captured.cleared):
+                assert slot.tensor is not None
+                slot.tensor.grad = values.get(f"{spec.name}.grad")
+        if made:
+            self.captured.guards.rebind({})
 
 
 def lies(programs: Sequence[LocalGraph], output: int) -> Lie | None:
