@@ -1,5 +1,6 @@
 """What all tests have: the pool of gloo workers, and numbers of their own that are the same in every run."""
 
+import gc
 import importlib
 import os
 import sys
@@ -15,6 +16,9 @@ import torch
 from tests.oracle.world import World
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.set_threshold(
+    100_000, 20, 20
+)  # tracing makes many objects that live on: looking through them all the time is a tenth of the run
 hypothesis.settings.register_profile(
     "same", derandomize=True
 )  # a run that fails by chance tells nobody anything: searches are `tests.fuzz`

@@ -44,8 +44,10 @@ def branching(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, whic
     return loss.detach()
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
-@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize(
+    ("first", "W"),
+    [(True, 3), (False, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((True, 2), (False, 3)))],
+)
 def test_a_rank_that_runs_another_branch(world: World, W: int, first: bool) -> None:
     for message in _all_refused(world, W, _another_branch, first):
         assert re.search(r"\b[ab]\.(weight|bias)\b", message)  # the first node that differs

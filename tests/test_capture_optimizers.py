@@ -43,7 +43,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def mostly_slow(kinds: Any, *usual: Any) -> list[Any]:
+    """The oracle runs all of these, each time: here a few, and the rest where all is run."""
+    return [pytest.param(k, marks=() if k in usual else pytest.mark.slow) for k in kinds]
+
+
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "adamw", "adam_fused", "rprop"))
 def test_optimizers(name: str) -> None:
     """State is made by the optimizer's own code, from one trace; the learning rate is read at each call."""
 
@@ -109,7 +114,7 @@ def climbing(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> 
     return train(model, optim, x, y)
 
 
-@pytest.mark.parametrize("kind", CUSTOM)
+@pytest.mark.parametrize("kind", mostly_slow(CUSTOM, optimizers.Shampoo, optimizers.CountingAdam))
 def test_custom_optimizers(kind: Any) -> None:
     step = climbing if kind is optimizers.Sam else train
     for before, sizes in ((0, (6,)), (1, (6, 4))):

@@ -34,15 +34,16 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("style", "W"), [("replicate", 4), ("fully_shard", 4)])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_reduction_and_one_gather_a_parameter(name: str, style: str, W: int) -> None:
-    program, parts = program_of(CASES[name], style, W)
-    used = {fqn: p for fqn, p in parts.models[0].named_parameters() if "unused" not in fqn and p.numel()}
-    trained = [fqn for fqn, p in used.items() if p.requires_grad]
-    sharded = [fqn for fqn, p in used.items() if p.dim() and max(p.shape) >= W] if style == "fully_shard" else []
-    assert fqns(program, "grad_reduce", used) == Counter(trained)
-    assert fqns(program, "param_gather", used) == Counter(sharded)
+def test_one_reduction_and_one_gather_a_parameter(name: str) -> None:
+    W = 4
+    for style in oracle.STYLES:
+        program, parts = program_of(CASES[name], style, W)
+        used = {fqn: p for fqn, p in parts.models[0].named_parameters() if "unused" not in fqn and p.numel()}
+        trained = [fqn for fqn, p in used.items() if p.requires_grad]
+        sharded = [fqn for fqn, p in used.items() if p.dim() and max(p.shape) >= W] if style == "fully_shard" else []
+        assert fqns(program, "grad_reduce", used) == Counter(trained)
+        assert fqns(program, "param_gather", used) == Counter(sharded)
 
 
 def fqns(program: LocalGraph, role: str, among: Iterable[str]) -> Counter[str]:

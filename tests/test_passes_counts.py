@@ -9,6 +9,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 from spmd.graph.local import LocalGraph
+from spmd.modes import DataParallelMode
 from tests import programs
 
 
@@ -43,7 +44,7 @@ def optimized(
 ) -> LocalGraph:
     width = next(model.parameters()).shape[-1]
     args = (model, optim.AdamW(model.parameters(), fused=True), torch.rand(samples, width), torch.rand(samples, width))
-    return programs.apply(passes, programs.programs(step, args, style, W)[:1])[0]
+    return programs.apply(passes, [programs.first(DataParallelMode(style), step, args, W)])[0]
 
 
 def ops(graph: LocalGraph) -> Counter[str]:

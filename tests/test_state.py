@@ -16,7 +16,7 @@ from tests.oracle import models, oracle, steps, tools
 from tests.oracle import world as ranks
 from tests.oracle.world import World
 
-both_styles = pytest.mark.parametrize("style", oracle.STYLES)
+both_styles = pytest.mark.parametrize("style", ["fully_shard", pytest.param("replicate", marks=pytest.mark.slow)])
 
 
 def _run(step: Callable[..., Any], model: nn.Module, optimizer: Optimizer, seeds: range) -> None:
@@ -32,7 +32,7 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 # ---- what the objects are
 
 
-@both_styles
+@pytest.mark.parametrize("style", oracle.STYLES)
 def test_parameters_and_states_become_dtensors_in_place(world: World, style: str) -> None:
     world.run(_in_place, 2, style)
 
@@ -58,7 +58,7 @@ def _in_place(style: str) -> None:
         )
 
 
-@both_styles
+@pytest.mark.parametrize("style", oracle.STYLES)
 def test_gradients_that_live_on_lie_as_their_parameters(world: World, style: str) -> None:
     world.run(_gradients, 3, style)
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of transformers and of what it imports
 ]
 
-ONE_OF_EACH = ("llama_padded", "mixtral", "dit")  # 3 ranks, fully_shard: seconds each
+ONE_OF_EACH = ("mixtral", "dit")  # 3 ranks, fully_shard: seconds each
 
 
 @pytest.fixture(autouse=True)

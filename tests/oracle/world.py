@@ -96,6 +96,7 @@ def _serve(conn: Connection, log: str | None) -> None:
         sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115  open as long as the process
         sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115  open as long as the process
     gc.freeze()  # what came with the fork is never garbage: collecting after each job stays cheap
+    gc.set_threshold(100_000, 20, 20)
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, file=2)
     while True:
