@@ -146,6 +146,7 @@ class Rescale(Override):
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.targets: list[str] = []
+        self.modules: set[str] = set()  # in whose name they ran
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         self.seen.append(fqn)
@@ -156,6 +157,7 @@ class Rescale(Override):
             if "stand_in" not in str(node.target):
                 continue
             self.targets.append(str(node.target))
+            self.modules.add(node.meta.get("module", ""))
             with graph.graph.inserting_before(node):
                 if len(node.args) == 2:
                     new = graph.graph.call_function(torch.ops.aten.mul.Tensor, node.args)
@@ -189,7 +191,7 @@ def test_an_override_stands_in_while_the_step_is_traced() -> None:
         torch.testing.assert_close(q, p)
     assert sorted(override.targets) == ["spmd_test.stand_in.default"] * 2 + ["spmd_test.stand_in_backward.default"] * 2
     assert [models[1][1], models[1][2][0]] == kept
-    assert set(override.seen) == {"0", "1", "2", "2.0"}
+    assert set(override.seen) == {"0", "1", "2", "2.0"} and override.modules == {"1", "2.0"}
 
 
 class Own(Override):

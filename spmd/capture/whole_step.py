@@ -167,7 +167,8 @@ class _Session:
 
     def _attempt(self, plan: Plan) -> tuple[Traced, Finished]:
         """One trace; another by the capturable path for optimizers that branch on their step count, or with the numbers as inputs that the step changes."""
-        trace = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
+        with self.stand_ins.in_place():
+            trace = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
         try:
             with self.stand_ins.in_place():
                 traced = trace.run()
@@ -196,10 +197,9 @@ class _Session:
             return
         if not all(c.settles for c in changes):
             refuse([c for c in changes if not c.is_tensor])
-        with pretended(changes) as stand_ins:
+        with pretended(changes) as stand_ins, self.stand_ins.in_place():
             again = Trace(self.fn, self.objects, self.arguments, self._entries(), plan)
-            with self.stand_ins.in_place():
-                second = again.run()
+            second = again.run()
             reads_old = any(id(item.entry.value) in stand_ins for item in second.lifted)
             refuse([c for c in again.effects.changes if not c.is_tensor])
             if reads_old or str(second.module.graph) != str(traced.module.graph):
