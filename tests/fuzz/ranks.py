@@ -130,19 +130,11 @@ class Ranks:
 
     def add_state(self, name: str, whole: Tensor, lie: Lie) -> None:
         """A state that the step itself has made: the next call is another program."""
+        model, optimizer = self.args[:2]
         owner, _, key = name.rpartition(".")
-        parameter = self.tensor(owner)
-        for optimizer in self.captured.optimizers.values():
-            if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[parameter][key] = whole
+        optimizer.state[model.get_parameter(owner)][key] = whole
         self.put(name, whole, lie)
         self.stale = True
-
-    def tensor(self, name: str) -> Tensor:
-        """The user's parameter with this name."""
-        found = next(slot.tensor for slot in self.captured.slots if slot.input.name == name)
-        assert found is not None
-        return found
 
     # ---- one call
 
@@ -219,13 +211,14 @@ class Ranks:
     def give_back(self) -> None:
         """Put what the ranks hold into the objects that were captured, where the plain step would have left it."""
         values, made = self.state(), False
+        tensors = {slot.input.name: slot.tensor for slot in self.captured.slots}
         for slot in self.captured.slots:
             spec = slot.input
             if spec.name in self.written and slot.container is not None:
                 slot.container[slot.key] = self.written[spec.name]
             if spec.role is Role.STATE and slot.tensor is None:  # made by the program that makes states
                 slot.tensor, made = values[spec.name], True
-                self.captured.optimizers[spec.root].state[self.tensor(spec.owner)][spec.key] = slot.tensor
+                self.captured.optimizers[spec.root].state[tensors[spec.owner]][spec.key] = slot.tensor
             elif spec.name in self.stored and slot.tensor is not None:
                 slot.tensor.detach().copy_(values[spec.name])
             if spec.role is Role.PARAMETER and (spec.name in self.gradients or spec.name in self.captured.cleared):

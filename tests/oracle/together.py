@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn, optim
 from torch.utils import _pytree as pytree
 
@@ -23,7 +24,10 @@ def check(name: str, style: str, W: int) -> float:
     """`oracle.check` on W ranks in this process."""
     case = CASES[name]
     whole = replace(case, samples=tuple(W * n for n in case.samples))  # to one caller, who passes the global batch
-    return oracle.check_case(whole, style, 1, lambda step, case, style: Together(step, case, style, W))
+    try:
+        return oracle.check_case(whole, style, 1, lambda step, case, style: Together(step, case, style, W))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class Together:
